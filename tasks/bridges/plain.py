@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import json
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
 from echo_planes.config.extensions import extension
 from echo_planes.data.tasks.adapter import TaskAdapter, TaskOptions, Tokenizer
-from echo_planes.data.tasks.chat import Chat
+from echo_planes.data.tasks.chat import Chat, plain_prompt
 from echo_planes.types import Episode, Prompt, Reward
 
-from .rows import RowOptions, Rows
+from .rows import PlacedRow, RowOptions, Rows, text_of
 
 
 class FunctionOptions(RowOptions):
@@ -44,8 +44,11 @@ class FunctionTask(TaskAdapter):
         super().__init__(options, tokenizer, seed)
         self._options = cast(FunctionOptions, options)
         self._function: Callable[..., Any] = extension("task.reward", self._options.reward, {})
-        self._rows = Rows(self._options, seed)
+        self._rows = Rows(self._options, seed, self._question)
         self._chat = Chat(tokenizer) if self._options.template == "chat" else None
+
+    def sources(self) -> tuple[Sequence[str], Sequence[str]]:
+        return self._rows.sources()
 
     def prompt(self, index: int) -> Prompt:
         return self._prompt(index, self._rows.training(index))
@@ -62,10 +65,13 @@ class FunctionTask(TaskAdapter):
     def right_answer(self, prompt: Prompt) -> str:
         return self._rows.right_answer(json.loads(prompt.answer))
 
-    def _prompt(self, index: int, row: dict[str, Any]) -> Prompt:
-        text = self._rows.text(row)
-        if self._chat:
-            ids = self._chat.prompt(self._rows.messages(row))
-        else:
-            ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
-        return Prompt(index, ids, json.dumps(row), text)
+    def _prompt(self, index: int, row: PlacedRow) -> Prompt:
+        messages = self._rows.messages(row.fields)
+        text = text_of(messages)
+        with row.named():
+            ids = self._chat.prompt(messages) if self._chat else plain_prompt(self.tokenizer, text)
+        return Prompt(index, ids, json.dumps(row.fields), text)
+
+    def _question(self, fields: dict[str, Any]) -> str:
+        """Return what makes two rows the same question: the policy sees nothing of a row but its prompt."""
+        return " ".join(text_of(self._rows.messages(fields)).split())

@@ -24,7 +24,7 @@ from pydantic import Field
 
 from echo_planes.data.tasks.adapter import TaskAdapter, TaskOptions, Tokenizer
 from echo_planes.data.tasks.answers import after_thought, answering, last_tagged, opens_thought
-from echo_planes.data.tasks.chat import Chat
+from echo_planes.data.tasks.chat import Chat, plain_prompt
 from echo_planes.errors import ConfigError, DataError, TaskError
 from echo_planes.types import Episode, Prompt, Reward
 
@@ -120,7 +120,7 @@ class ReasoningGymTask(TaskAdapter):
         text = INSTRUCTION.format(question=question)
         if self._chat:
             return self._chat.prompt([{"role": "user", "content": text}])
-        return tuple(self.tokenizer.encode(text + "\n", add_special_tokens=False))
+        return plain_prompt(self.tokenizer, text + "\n")
 
     def _new_dataset(self, seed: int) -> Any:
         name = self._options.dataset

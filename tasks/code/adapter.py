@@ -7,12 +7,13 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import ClassVar, cast
 
 from echo_planes.data.tasks.adapter import Policy, TaskAdapter, TaskOptions, Tokenizer
 from echo_planes.data.tasks.answers import answering, opens_thought
-from echo_planes.errors import DataError, ModelError
+from echo_planes.data.tasks.chat import Chat, plain_prompt
+from echo_planes.errors import DataError
 from echo_planes.sandbox.model import Limits
 from echo_planes.types import Episode, Prompt, Reward
 
@@ -45,13 +46,12 @@ class CodeTask(TaskAdapter):
         super().__init__(options, tokenizer, seed)
         self._options = cast(CodeOptions, options)
         self._is_generated = self._options.dataset == "functions"
-        self._uses_chat = (self._options.template or ("plain" if self._is_generated else "chat")) == "chat"
+        template = self._options.template or ("plain" if self._is_generated else "chat")
+        self._chat = Chat(tokenizer) if template == "chat" else None
         if self._is_generated:
             self.max_new_tokens = FUNCTION_MAX_NEW_TOKENS
         # The first answer waits for all of its group, and for the sandbox to start.
         self.reward_limit_s = 60.0 + math.ceil(MOST_SAMPLES / self._options.slots) * self._options.program_s
-        if self._uses_chat and not getattr(tokenizer, "chat_template", None):
-            raise ModelError("the model's tokenizer has no chat template: set task.template=plain")
         self._judged: dict[str, Verdict] = {}  # of the group being scored, by program
         self._judged_prompt: Prompt | None = None
 
@@ -74,14 +74,20 @@ class CodeTask(TaskAdapter):
             return self._generated(index, f"{self.seed}/{index}", held_out=False)
         problems = self._splits[0]
         epoch, position = divmod(index, len(problems))
-        order = random.Random(f"{self.seed}/{epoch}").sample(range(len(problems)), len(problems))
-        return self._from_file(index, 0, order[position])
+        return self._from_file(index, 0, _order(self.seed, epoch, len(problems))[position])
 
     def eval_prompt(self, index: int) -> Prompt:
         """Return held-out problem `index`, the same for every seed; files repeat after the last."""
         if self._is_generated:
             return self._generated(index, f"held out/{index}", held_out=True)
         return self._from_file(index, 1, index % len(self._splits[1]))
+
+    def sources(self) -> tuple[Sequence[str], Sequence[str]]:
+        if self._is_generated:
+            return (), ()
+        training, held_out = self._splits
+        order = _order(self.seed, 0, len(training))
+        return [training[i].place for i in order], [problem.place for problem in held_out]
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
         """Sample one answer and add the tests to its notes; `reward` adds the program and its verdict."""
@@ -167,17 +173,15 @@ class CodeTask(TaskAdapter):
 
     def _generated(self, index: int, seed: str, *, held_out: bool) -> Prompt:
         found = formula(seed, held_out=held_out)
-        ids = self.tokenizer.encode(found.prompt, add_special_tokens=False)
-        return Prompt(index, tuple(ids), found.tests(), found.prompt)
+        return Prompt(index, plain_prompt(self.tokenizer, found.prompt), found.tests(), found.prompt)
 
     def _from_file(self, index: int, part: int, row: int) -> Prompt:
         question = INSTRUCTION.format(question=self._splits[part][row].question)
-        if self._uses_chat:
-            messages = [{"role": "user", "content": question}]
-            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        if self._chat:
+            ids = self._chat.prompt([{"role": "user", "content": question}])
         else:
-            ids = self.tokenizer.encode(question + "\n", add_special_tokens=False)
-        return Prompt(index, tuple(ids), f"{part}/{row}", question)
+            ids = plain_prompt(self.tokenizer, question + "\n")
+        return Prompt(index, ids, f"{part}/{row}", question)
 
     def _problem(self, prompt: Prompt) -> Problem:
         if self._is_generated:
@@ -196,3 +200,8 @@ class CodeTask(TaskAdapter):
             names=called(problem.tests, problem.head, problem.solution),
             opened=opens_thought(self.tokenizer, prompt.token_ids),
         )
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, length: int) -> list[int]:
+    return random.Random(f"{seed}/{epoch}").sample(range(length), length)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from echo_planes.data.tasks.datasets import load_rows
+from echo_planes.data.tasks.datasets import iter_rows
 from echo_planes.errors import DataError
 
 Dataset = Literal["functions", "humaneval", "mbpp"]
@@ -27,6 +27,7 @@ class Problem:
     head: str  # Python that the answer may continue; "" if the answer must be a whole program
     tests: str  # Python with assertions about the answer's definitions
     solution: str  # the authors' solution, with the head
+    place: str = field(default="", compare=False)  # "mbpp.jsonl: row 7"
 
 
 def load_problems(dataset: Dataset, data: str | None) -> tuple[Problem, ...]:
@@ -43,8 +44,9 @@ def load_problems(dataset: Dataset, data: str | None) -> tuple[Problem, ...]:
         if not root:
             raise DataError(f"task.dataset={dataset} needs its file: set task.data=PATH or {DATA_VARIABLE}")
         data = str(Path(root) / dataset)
-    rows = load_rows(Path(data).expanduser(), _FIELDS[dataset], what=dataset)
-    return tuple(_humaneval(row) if dataset == "humaneval" else _mbpp(row) for row in rows)
+    made = _humaneval if dataset == "humaneval" else _mbpp
+    rows = iter_rows(Path(data).expanduser(), _FIELDS[dataset], what=dataset)
+    return tuple(replace(made(row), place=place) for place, row in rows)
 
 
 def split(problems: tuple[Problem, ...]) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:

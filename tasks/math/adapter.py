@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import ClassVar, cast
 
 from echo_planes.data.tasks.adapter import WINDOW_GROUPS, Progress, TaskAdapter, TaskOptions, Tokenizer
 from echo_planes.data.tasks.answers import answering, opens_thought
-from echo_planes.errors import DataError, ModelError
+from echo_planes.data.tasks.chat import Chat, plain_prompt
+from echo_planes.errors import DataError
 from echo_planes.types import Episode, Prompt, Reward
 
 from .datasets import Problem, held_out_pairs, load_splits, training_pair
@@ -39,11 +41,10 @@ class MathTask(TaskAdapter):
         self._is_addition = self._options.dataset == "addition"
         self.num_levels = self._options.levels
         self._only_carry = self._options.level == "carry"
-        self._uses_chat = (self._options.template or ("plain" if self._is_addition else "chat")) == "chat"
+        template = self._options.template or ("plain" if self._is_addition else "chat")
+        self._chat = Chat(tokenizer) if template == "chat" else None
         if self._is_addition:
             self.max_new_tokens = ADDITION_MAX_NEW_TOKENS
-        if self._uses_chat and not getattr(tokenizer, "chat_template", None):
-            raise ModelError("the model's tokenizer has no chat template: set task.template=plain")
         self._judge = MathJudge(self._options.verifier_timeout_s, self._options.max_answer_chars)
 
     def prompt(self, index: int) -> Prompt:
@@ -53,6 +54,13 @@ class MathTask(TaskAdapter):
         problems = self._splits[0]
         epoch, position = divmod(index, len(problems))
         return self._problem_prompt(index, problems, _order(self.seed, epoch, len(problems)), position)
+
+    def sources(self) -> tuple[Sequence[str], Sequence[str]]:
+        if self._is_addition:
+            return (), ()
+        training, held_out = self._splits
+        order = _order(self.seed, 0, len(training))
+        return [training[i].place for i in order], [problem.place for problem in held_out]
 
     def level(self, progress: Progress) -> int:
         """Return the level: the next one once the last `WINDOW_GROUPS` prompts reached `next_level_at`."""
@@ -125,11 +133,9 @@ class MathTask(TaskAdapter):
         raise DataError(f"all {len(order)} prompts are longer than task.max_prompt_tokens={limit}: raise it")
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        if not self._uses_chat:
-            return tuple(self.tokenizer.encode(text, add_special_tokens=False))
-        message = [{"role": "user", "content": text}]
-        shown = self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        return tuple(self.tokenizer.encode(shown, add_special_tokens=False))
+        if self._chat:
+            return self._chat.prompt([{"role": "user", "content": text}])
+        return plain_prompt(self.tokenizer, text)
 
 
 @lru_cache(maxsize=4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -56,6 +56,7 @@ class Problem:
 
     question: str
     answer: str
+    place: str = field(default="", compare=False)  # "train.jsonl: row 7"
 
 
 def _gsm8k(row: Row) -> Problem:
@@ -88,7 +89,7 @@ def read_problems(path: Path, dataset: str, split: str | None = None) -> list[Pr
     try:
         for place, row in iter_rows(path, fields, split=split, what=dataset):
             try:
-                problems.append(parse(row))
+                problems.append(replace(parse(row), place=place))
             except ValueError as error:
                 raise DataError(f"{place} is not a {dataset} row: {error}") from error
     except DataError as error:

@@ -8,6 +8,7 @@ from typing import Any
 
 from echo_planes.data.tasks.adapter import Policy, Tokenizer
 from echo_planes.data.tasks.answers import text_of
+from echo_planes.data.tasks.chat import plain_prompt
 from echo_planes.data.tasks.environment import Turn
 from echo_planes.types import Reward
 
@@ -96,7 +97,7 @@ class Game:
             self._act_by_rules(view)
             return
         text = state_text(view, self._style)
-        sample = await self.others.generate(self._tokenizer.encode(text, add_special_tokens=False))
+        sample = await self.others.generate(plain_prompt(self._tokenizer, text))
         said = text_of(self._tokenizer, sample.token_ids, ended=sample.finish_reason == "stop")
         self._apply(view, read_answer(said, view.legal, self._style))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from echo_planes.data.tasks.adapter import Tokenizer
-from echo_planes.data.tasks.chat import Chat
+from echo_planes.data.tasks.chat import Chat, plain_prompt
 from echo_planes.errors import ModelError
 
 from .histories import OfflineRecord
@@ -67,6 +67,8 @@ def _observation(
     text = f"\n{state}"
     if is_first:
         text = f"{SYSTEM_PROMPT}\n\n{state}\n" if style == "plain" else state
+    if chat is None and is_first:
+        return plain_prompt(tokenizer, text)
     if chat is None:
         return tuple(tokenizer.encode(text, add_special_tokens=False))
     message = {"role": "user", "content": text}

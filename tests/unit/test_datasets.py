@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import gzip
 import json
 import os
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +165,52 @@ def test_a_bad_line_is_named_with_row_and_field(tmp_path: Path, line: bytes, par
     message = refusal(path, {"a": int}, what="gsm8k")
     for part in [str(path), *parts]:
         assert part in message, message
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_the_first_row(tmp_path: Path) -> None:
+    for name in ("rows.jsonl", "rows.jsonl.gz"):
+        data = b'\xef\xbb\xbf{"a": 1}\n{"a": 2}\n'
+        (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+        assert load_rows(tmp_path / name, {"a": int}) == ({"a": 1}, {"a": 2})
+
+
+DATED = {
+    "when": dt.datetime(2003, 2, 1, 12, 30),
+    "day": dt.date(2003, 2, 1),
+    "hour": dt.time(12, 30),
+    "price": Decimal("1.50"),
+    "list": [{"when": dt.datetime(2003, 2, 1), "price": Decimal("100")}],
+}
+
+
+@pytest.mark.parametrize("write", [write_parquet, write_arrow])
+def test_dates_and_decimals_are_text_at_any_depth(
+    tmp_path: Path, write: Callable[[Path, list[dict[str, Any]]], Path]
+) -> None:
+    path = write(tmp_path / ("rows.parquet" if write is write_parquet else "rows.arrow"), [DATED])
+    (row,) = load_rows(path, dict.fromkeys(DATED, (str, list)))
+    assert row == {
+        "when": "2003-02-01T12:30:00",
+        "day": "2003-02-01",
+        "hour": "12:30:00",
+        "price": "1.50",
+        "list": [{"when": "2003-02-01T00:00:00", "price": "100"}],
+    }
+    assert json.loads(json.dumps(row)) == row
+
+
+@pytest.mark.parametrize("value", [b"\x00", dt.timedelta(1)])
+def test_what_json_cannot_hold_is_named_with_its_row(tmp_path: Path, value: object) -> None:
+    path = write_parquet(tmp_path / "rows.parquet", [{"q": ["a"], "b": [None]}, {"q": ["b"], "b": [value]}])
+    message = refusal(path, {"q": list, "b": list})
+    assert "row 2 is not a usable row: field 'b' holds" in message
+    assert "store it as text" in message
+
+
+def test_a_date_that_python_cannot_hold_is_one_line(tmp_path: Path) -> None:
+    table = pa.table({"a": pa.array([2**43], pa.timestamp("s"))})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    assert "cannot be read after row 0" in refusal(tmp_path / "rows.parquet", {"a": str})
 
 
 HALVES = [

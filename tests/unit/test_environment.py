@@ -169,6 +169,16 @@ def test_a_template_without_an_end_is_refused() -> None:
         Templated.chat_template = "there is one"
 
 
+def test_a_task_of_several_turns_whose_turns_have_no_end_is_refused_when_it_is_built() -> None:
+    """As Gemma's, whose turns end with another token than the tokenizer's end token."""
+    tokenizer = Templated("llama-like")
+    tokenizer.eos_token_id = ord("@")
+    with pytest.raises(ModelError, match=r"ends no answer.*set 'eos_token'"):
+        guess(tokenizer, template="chat")
+    assert guess(tokenizer, template="chat", max_turns=1).prompt(0).token_ids
+    assert guess(tokenizer).prompt(0).token_ids
+
+
 def test_a_game_in_a_chat_template() -> None:
     tokenizer = Templated("llama-like")
     task = guess(tokenizer, template="chat")

@@ -34,7 +34,8 @@ class ChatTokenizer(FakeTokenizer):
     chat_template = "in brackets"
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any:
-        return "".join(f"[{m['role']}: {m['content']}]" for m in conversation) + "[assistant: "
+        asked = "".join(f"[{m['role']}: {m['content']}]" for m in conversation)
+        return self.encode(f"{asked}[assistant: ")
 
 
 def make(seed: int = 0, **options: Any) -> MathTask:
@@ -415,7 +416,7 @@ def test_one_file_is_split_and_repeated_questions_are_not_trained(tmp_path: Path
 
 
 def test_no_chat_template_is_one_line() -> None:
-    with pytest.raises(ModelError, match=r"no chat template: set task.template=plain$"):
+    with pytest.raises(ModelError, match=r"no chat template: use task.template=plain$"):
         MathTask(MathOptions(dataset="gsm8k"), FakeTokenizer(), 0)
 
 

@@ -115,6 +115,15 @@ class TaskAdapter(ABC):
     def eval_prompt(self, index: int) -> Prompt:
         """Return held-out prompt number `index`: never a training prompt, and the same in every run."""
 
+    def sources(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Return where prompts from a file come from, in words ("train.jsonl: row 7"): a text for each
+        training prompt of the first epoch, in order, and a text for each held-out prompt.
+
+        A run makes and checks all these prompts before it starts an engine. Both are empty for prompts that
+        are generated without end.
+        """
+        return (), ()
+
     def level(self, progress: Progress) -> int:
         """Return the level, 0 to `num_levels` - 1, of the next prompts of a curriculum.
 

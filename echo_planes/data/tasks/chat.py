@@ -1,4 +1,4 @@
-"""Conversations as tokens: the tokens that a chat template puts between the policy's answers.
+"""Prompts and conversations as tokens: those that a chat template puts between the policy's answers.
 
 Rendering a whole conversation again after each turn would tokenise the policy's own answers a second time,
 and templates leave out parts of old answers (their thinking). So only the tokens between two answers come
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from echo_planes.cluster.process import within
-from echo_planes.errors import ModelError
+from echo_planes.errors import ModelError, shown
 
 TEMPLATE_LIMIT_S = 10.0  # limit for rendering two questions
 
@@ -19,11 +19,24 @@ _QUESTION, _ANSWER = {"role": "user", "content": "1"}, {"role": "assistant", "co
 
 
 class ChatTokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that `Chat` uses."""
+    """The part of a Hugging Face tokenizer that this module uses."""
 
     eos_token_id: int | None
 
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+
     def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any: ...
+
+
+def plain_prompt(tokenizer: ChatTokenizer, text: str) -> tuple[int, ...]:
+    """Return the tokens of a prompt without a template. The token that begins a text is in front if the
+    tokenizer adds one by default, unless the text has it; tokens that end a text are never added.
+    """
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    begin = getattr(tokenizer, "bos_token_id", None)
+    if begin is None or ids[:1] == [begin] or tokenizer.encode("", add_special_tokens=True)[:1] != [begin]:
+        return tuple(ids)
+    return (begin, *ids)
 
 
 class Chat:
@@ -42,6 +55,7 @@ class Chat:
             raise ModelError("the model's tokenizer has no chat template: use task.template=plain")
         self._tokenizer = tokenizer
         self._options = options
+        self._written: set[tuple[str, ...]] = set()  # roles of conversations whose texts are all written
         endless = ModelError(
             f"the chat template does not come to an end within {TEMPLATE_LIMIT_S:g} s: use "
             "task.template=plain"
@@ -64,8 +78,23 @@ class Chat:
             )
 
     def prompt(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
-        """Return the tokens of messages ({"role":, "content":} each), up to the policy's answer."""
-        return tuple(self._render(list(messages)))
+        """Return the tokens of messages ({"role":, "content":} each), up to the policy's answer.
+
+        Raises:
+            ModelError: the template leaves out a message, as some do with roles that they do not know.
+        """
+        ids = self._render(list(messages))
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._written:
+            for i, message in enumerate(messages):
+                longer = {**message, "content": f"{message['content']}4"}
+                if self._render([*messages[:i], longer, *messages[i + 1 :]]) == ids:
+                    raise ModelError(
+                        f"the chat template leaves out message {i + 1}, of role {shown(message['role'])}: "
+                        "give it a role that the template knows, or use task.template=plain"
+                    )
+            self._written.add(roles)
+        return tuple(ids)
 
     def reply(self, message: dict[str, str], *, ended: bool) -> tuple[int, ...]:
         """Return the tokens between two answers of the policy: the end of the last one, `message`, and the

@@ -14,6 +14,8 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from datetime import date, time
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -91,10 +93,11 @@ def iter_rows(
                 place = f"{file}: row {number}"
                 try:
                     typed = {name: _typed(row, name, kind) for name, kind in fields.items()}
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise DataError(f"{place} is not a {what} row: {error}") from error
                 yield place, typed
-        except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+        # ValueError and OverflowError: a date that Python cannot hold.
+        except (OSError, EOFError, zlib.error, pa.ArrowException, ValueError, OverflowError) as error:
             why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
             raise DataError(f"{file}: cannot be read after row {number}: {why}") from error
 
@@ -201,7 +204,7 @@ def _json_rows(path: Path, names: Sequence[str]) -> Iterator[tuple[int, object]]
             if not line.strip():
                 continue
             try:
-                yield number, json.loads(line.decode())
+                yield number, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except (ValueError, RecursionError) as error:
                 yield number, error
 
@@ -319,7 +322,7 @@ def _typed(row: object, name: str, kind: FieldType) -> Any:
         raise ValueError(f"it is {_shown(row)}, not an object with fields")
     if name not in row:
         raise ValueError(f"no field '{name}'; it has {_listed(list(row))}")
-    value = row[name]
+    value = _plain(name, row[name])
     _check_text(name, value)
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if type(value) in kinds:
@@ -328,6 +331,25 @@ def _typed(row: object, name: str, kind: FieldType) -> Any:
         return float(value)
     wanted = " or ".join(one.__name__ for one in kinds)
     raise ValueError(f"field '{name}' is {_shown(value)}, not {wanted}")
+
+
+def _plain(name: str, value: object) -> Any:
+    """Return a value as JSON holds it: dates and times as ISO text, decimals as their digits, at any depth.
+
+    Raises:
+        ValueError: JSON has no form for it.
+    """
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(name, one) for one in value]
+    if isinstance(value, dict):
+        return {key: _plain(name, one) for key, one in value.items()}
+    if isinstance(value, date | time):  # a datetime is a date
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return f"{value:f}"
+    raise ValueError(f"field '{name}' holds {_shown(value)}, which is no plain data; store it as text")
 
 
 def _check_text(name: str, value: object) -> None:

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from echo_planes.data.tasks.adapter import EpisodeBuilder, Policy, TaskAdapter, TaskOptions, Tokenizer
 from echo_planes.data.tasks.answers import text_of
-from echo_planes.data.tasks.chat import Chat
+from echo_planes.data.tasks.chat import Chat, plain_prompt
 from echo_planes.errors import TaskError
 from echo_planes.types import Episode, Prompt, Reward
 
@@ -66,6 +66,10 @@ class EpisodeTask(TaskAdapter):
 
     `Episode.turn_rewards` holds the reward of every turn, `Episode.notes` the result and every turn's action
     and `info`.
+
+    Raises:
+        ModelError: template=chat and the tokenizer has no chat template, or one that ends no answer with the
+            tokenizer's end token.
     """
 
     Options: ClassVar[type[TaskOptions]] = EpisodeOptions
@@ -77,6 +81,9 @@ class EpisodeTask(TaskAdapter):
             raise TypeError(f"Options of {type(self).__name__} must be a subclass of EpisodeOptions")
         self._settings = options
         self._chat = Chat(tokenizer) if options.template == "chat" else None
+        if self._chat and options.max_turns > 1:
+            # Refuses a template that cannot tell turns apart now, not when engines have been paid for.
+            self._reply("", ended=True)
 
     @abstractmethod
     def environment(self, prompt: Prompt, policy: Policy) -> Environment:
@@ -97,7 +104,7 @@ class EpisodeTask(TaskAdapter):
         if self._chat:
             ids = self._chat.prompt(messages or [{"role": "user", "content": text}])
         else:
-            ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+            ids = plain_prompt(self.tokenizer, text)
         return Prompt(index, ids, answer, text)
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
