@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import os
 import signal
 import sys
@@ -95,6 +96,7 @@ def run(config: Config) -> int:
         summary = read_summary(folder)
         is_stored = meta.step not in (summary.get("versions_unstored") or ())
         check_unfinished(config, meta.step, str(summary.get("status", "")), is_stored=is_stored)
+    config = dated(config, dt.date.today())
     preflight.check(config, folder)
     clock = MonotonicClock()
     view = View(sys.stdout, config.run.steps, sys.stdout.isatty(), clock)
@@ -106,6 +108,12 @@ def run(config: Config) -> int:
         way_on = resume_command(folder)
         advice = f"go on with: {way_on}" if way_on else "there is no checkpoint to go on from: start anew"
         raise StoppedError(f"interrupted; {advice}") from None
+
+
+def dated(config: Config, today: dt.date) -> Config:
+    """Return the settings with the run's date, which config.yaml keeps: a resume tells templates the same."""
+    run = config.run.model_copy(update={"date": config.run.date or today})
+    return config.model_copy(update={"run": run})
 
 
 def run_folder(config: Config) -> Path:

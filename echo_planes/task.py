@@ -337,7 +337,7 @@ def _tokenizer(config: Config) -> tuple[Tokenizer, int, Finding]:
         why = f"{config.model.path} is not here"
     else:
         try:
-            loaded: Any = load_tokenizer(folder)
+            loaded: Any = load_tokenizer(folder, config.run.date)
             return loaded, len(loaded), Finding("ok", probe, f"{config.model.path}, {len(loaded)} tokens")
         except ImportError as error:
             why = str(error)

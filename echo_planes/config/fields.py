@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -11,6 +12,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 OFF = BeforeValidator(lambda value: "off" if value is False else value)  # YAML reads off as false
+Day = Annotated[dt.date, Field(strict=False)]  # text in YAML
 Interval = Annotated[tuple[float, float], Field(strict=False)]  # YAML has lists, but no tuples
 
 _MARK = "on_resume"

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from echo_planes.config.extensions import one_of
 from echo_planes.config.fields import (
     OFF,
+    Day,
     Fixed,
     Free,
     Interval,
@@ -41,13 +42,12 @@ class RunConfig(Section):
     dir: str | None = Free(None, description="run folder; default runs/<time>-<task>")
     resume: str | None = Free(None, description="run folder to continue from its newest checkpoint")
     seed: int = Fixed(0, ge=0, description="seeds prompts, learner and selectors")
+    date: Day | None = Free(None, description="day that chat templates tell; default: the run's first")
     steps: PositiveInt = Free(120, description="learner steps in all, those before a resume too")
     wait_limit_s: PositiveFloat = Free(
         600.0, description="longest wait without progress: for the learner, an engine, an install, a batch"
     )
-    ray_address: str | None = Free(
-        None, description="cluster to join; default: RAY_ADDRESS, else a private local one"
-    )
+    ray_address: str | None = Free(None, description="cluster to join; default: RAY_ADDRESS, or a local one")
     tracker: Annotated[str, one_of("none", "tensorboard", "wandb", "trackio")] = Free(
         "none", description="told each step and event; package.module:NAME that makes a Tracker"
     )

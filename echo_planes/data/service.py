@@ -93,7 +93,7 @@ class DataService:
     ) -> None:
         self._clock = clock or MonotonicClock()
         self._adapter = adapter or build_adapter(
-            config.task, load_tokenizer(config.model.folder), config.run.seed
+            config.task, load_tokenizer(config.model.folder, config.run.date), config.run.seed
         )
         self._wall_s = wall_s
         self._max_new_tokens = config.sampling.max_new_tokens

@@ -12,7 +12,7 @@ from echo_planes.rollout.scoring import ProcessScorer
 
 def build_task(config: Config) -> TaskAdapter:
     """Build the run's task adapter in the calling process."""
-    return build_adapter(config.task, load_tokenizer(config.model.folder), config.run.seed)
+    return build_adapter(config.task, load_tokenizer(config.model.folder, config.run.date), config.run.seed)
 
 
 def build_scorer(config: Config, limit_s: float) -> ProcessScorer:
@@ -20,6 +20,7 @@ def build_scorer(config: Config, limit_s: float) -> ProcessScorer:
     setup = {
         "task": config.task.model_dump(mode="json"),
         "model_folder": str(config.model.folder.absolute()),
+        "date": config.run.date and config.run.date.isoformat(),
         "seed": config.run.seed,
     }
     return ProcessScorer("echo_planes.data.tasks.reward_child", json.dumps(setup), limit_s)

@@ -17,7 +17,7 @@ from echo_planes.types import Prompt
 INPUTS_FILE = "inputs.json"
 _WHAT = {
     "model": "the files of model.path={model}",
-    "prompts": "the first prompts of the task (its data, its code, or the tokenizer)",
+    "prompts": "the first prompts of the task (its data, its code, the tokenizer, or run.date)",
 }
 
 

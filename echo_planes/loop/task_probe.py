@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from echo_planes.config.schema import Config
 from echo_planes.data.claims import vocabulary_of
 from echo_planes.data.replay.overlong import overlong_of
 from echo_planes.data.replay.refill import check_companions
+from echo_planes.data.tasks.adapter import TaskAdapter, Tokenizer
+from echo_planes.data.tasks.environment import EpisodeOptions
 from echo_planes.data.tasks.registry import build_adapter, load_tokenizer, told
-from echo_planes.errors import ConfigError, ModelError
+from echo_planes.errors import ConfigError, DataError, ModelError, UserError
 from echo_planes.types import Prompt
 
 PROBE_PROMPTS = 16  # of each kind, to train on and held out, that tell a run's prompts from others
@@ -26,26 +31,91 @@ def probe_task(config: Config) -> tuple[str, list[Prompt]]:
             the model, or this machine lacks something that the task needs.
         TaskError: the adapter raised.
     """
-    tokenizer = load_tokenizer(config.model.folder)
+    tokenizer = load_tokenizer(config.model.folder, config.run.date)
     task = build_adapter(config.task, tokenizer, config.run.seed)
     overlong_of(config, task.max_new_tokens)
-    limit = config.model.max_model_len - (task.max_new_tokens or config.sampling.max_new_tokens)
+    limit = longest_prompt(config, task)
     with told(type(task), f"task {config.task.name}: its first prompts cannot be made"):
+        check_rows(task, tokenizer, limit)
         held_out = list(map(task.eval_prompt, range(config.eval.num_prompts)))
         prompts = list(map(task.prompt, range(PROBE_PROMPTS)))
         most = max((token for prompt in (*prompts, *held_out) for token in prompt.token_ids), default=0)
     check_vocabulary(config.model.folder, max(most, tokenizer.eos_token_id or 0))
     with told(type(task), f"task {config.task.name}: materialize of made-up answers to prompt 0"):
         check_companions(config, task, prompts[0])
-    for kind, prompt in (("", prompts[0]), *(("held-out ", prompt) for prompt in held_out)):
-        if not 0 < len(prompt.token_ids) <= limit:
-            raise ConfigError(
-                f"task {config.task.name}: {kind}prompt {prompt.index} has {len(prompt.token_ids)} tokens, "
-                f"but model.max_model_len less the answer leaves {limit}; raise model.max_model_len or "
-                "shorten the prompts"
-            )
+    for kind, some in (("", prompts), ("held-out ", held_out)):
+        for prompt in some:
+            if wrong := wrong_length(prompt, limit):
+                raise ConfigError(f"task {config.task.name}: {kind}prompt {prompt.index} {wrong}")
     with told(type(task), f"task {config.task.name}: preflight"):
         return task.preflight(), [*prompts, *held_out[:PROBE_PROMPTS]]
+
+
+def longest_prompt(config: Config, task: TaskAdapter) -> int:
+    """Return the most tokens of a prompt that leave room for an answer."""
+    limit = config.model.max_model_len - (task.max_new_tokens or config.sampling.max_new_tokens)
+    if isinstance(task.options, EpisodeOptions):
+        limit = min(limit, task.options.max_episode_tokens - (task.max_new_tokens or 1))
+    return limit
+
+
+def wrong_length(prompt: Prompt, limit: int) -> str:
+    """Return why a prompt cannot be asked, and what to do; "" if it has 1 to `limit` tokens."""
+    if 0 < len(prompt.token_ids) <= limit:
+        return ""
+    return (
+        f"has {len(prompt.token_ids)} tokens, but model.max_model_len (for several turns also "
+        f"task.max_episode_tokens) less the answer leaves {limit}, and a prompt has 1 or more; raise it, or "
+        "change or leave out the prompt"
+    )
+
+
+def check_rows(task: TaskAdapter, tokenizer: Tokenizer, limit: int) -> None:
+    """Make all prompts that come from a file, so that no row ends the run when its turn comes.
+
+    Args:
+        task, tokenizer: the task, and the tokenizer that it was built with.
+        limit: most tokens of a prompt.
+
+    Raises:
+        DataError: rows cannot be asked; it names the first, and says how many there are.
+    """
+    training, held_out = task.sources()
+    rows: list[tuple[Callable[[int], Prompt], int, str]] = [
+        *((task.prompt, index, place) for index, place in enumerate(training)),
+        *((task.eval_prompt, index, place) for index, place in enumerate(held_out)),
+    ]
+    wrong: list[str] = []
+    long: list[tuple[Callable[[int], Prompt], int, str]] = []
+    with in_bytes(tokenizer):
+        for make, index, place in rows:
+            try:
+                if not 0 < len(make(index).token_ids) < limit:  # less one, for a token that begins the text
+                    long.append((make, index, place))
+            except UserError as error:
+                wrong.append(str(error))
+    for make, index, place in long:
+        if why := wrong_length(make(index), limit):
+            wrong.append(f"{place}: its prompt {why}")
+    if wrong:
+        raise DataError(f"{wrong[0]} ({len(wrong)} of {len(rows)} rows cannot be asked)")
+
+
+@contextmanager
+def in_bytes(tokenizer: Any) -> Iterator[None]:
+    """Have a tokenizer make a token of every byte in the block: no fewer than its own, and far sooner."""
+    encode, render = tokenizer.encode, tokenizer.apply_chat_template
+
+    def rendered(conversation: Any, *, tokenize: bool = True, **options: Any) -> Any:
+        text = render(conversation, tokenize=False, **options)
+        return list(text.encode()) if tokenize else text
+
+    tokenizer.encode = lambda text, **options: list(text.encode())
+    tokenizer.apply_chat_template = rendered
+    try:
+        yield
+    finally:
+        tokenizer.encode, tokenizer.apply_chat_template = encode, render
 
 
 def check_vocabulary(folder: Path, token: int) -> None:

@@ -8,14 +8,16 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import importlib
 import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -187,8 +189,12 @@ def _tokenizer_class(folder: Path) -> Any:
     return AutoTokenizer
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Path, date: dt.date | None = None) -> Tokenizer:
     """Load the tokenizer of a local Hugging Face model folder; never run code from it.
+
+    Args:
+        folder: the model's.
+        date: the day that its chat template is told, since prompts must not change at midnight; None: today.
 
     Raises:
         ModelError: the tokenizer cannot be loaded, or has no end token.
@@ -196,9 +202,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     check_model_files(folder)
     kind = _tokenizer_class(folder)
     try:
-        tokenizer: Tokenizer = kind.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
+        tokenizer: Any = kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (KeyboardInterrupt, ImportError):
         raise
     except BaseException as error:  # the libraries raise many types; those in Rust a BaseException too
@@ -211,4 +215,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             f"model.path={folder}: its tokenizer has no end token, so answers would never stop; set "
             "'eos_token' in tokenizer_config.json"
         )
-    return tokenizer
+    if date is not None:  # in place of the library's function, the only clock of a template
+        day = dt.datetime.combine(date, dt.time())
+        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, strftime_now=day.strftime)
+    return cast(Tokenizer, tokenizer)

@@ -7,6 +7,7 @@ prompt and its episodes; each episode is answered by one outcome as soon as it i
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import math
 import numbers
@@ -121,12 +122,13 @@ def _shown(value: object) -> str:
 class _LazyTokenizer:
     """The model's tokenizer, loaded at its first use because its import takes seconds."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, date: dt.date | None) -> None:
         self._folder = folder
+        self._date = date
         self._loaded: Tokenizer | None = None
 
     def __getattr__(self, name: str) -> Any:
-        self._loaded = self._loaded or load_tokenizer(self._folder)
+        self._loaded = self._loaded or load_tokenizer(self._folder, self._date)
         return getattr(self._loaded, name)
 
 
@@ -174,7 +176,8 @@ def main() -> None:
     os.dup2(2, 1)
     setup = _receive(requests)
     try:
-        tokenizer = cast(Tokenizer, _LazyTokenizer(Path(setup["model_folder"])))
+        date = dt.date.fromisoformat(setup["date"]) if setup.get("date") else None
+        tokenizer = cast(Tokenizer, _LazyTokenizer(Path(setup["model_folder"]), date))
         task = build_adapter(TaskConfig.model_validate(setup["task"]), tokenizer, setup["seed"])
     except Exception as why:  # noqa: BLE001  a user's constructor may raise anything; the worker reports it
         _send(replies, {"error": f"{type(why).__name__}: {why}"})
