@@ -12,7 +12,9 @@ PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 OFF = BeforeValidator(lambda value: "off" if value is False else value)  # YAML reads off as false
-Day = Annotated[dt.date, Field(strict=False)]  # text in YAML
+Day = Annotated[  # text in YAML
+    dt.date, BeforeValidator(lambda value: dt.date.fromisoformat(value) if isinstance(value, str) else value)
+]
 Interval = Annotated[tuple[float, float], Field(strict=False)]  # YAML has lists, but no tuples
 
 _MARK = "on_resume"
