@@ -113,12 +113,10 @@ class Learner:
     @property
     def about(self) -> str:
         """Line on how this rank computes."""
-        where, apart = (
-            f"on {self._engine.device.type}, threads: {torch.get_num_threads()}",
-            self._engine.apart,
-        )
+        device, apart = self._engine.device.type, self._engine.apart
         rows = f"a row for each trajectory ({apart})" if apart else "each prompt once"
-        return f"computes in {self._dtype_name} {where}; {rows}{self._resumed}"
+        how = f"computes in {self._dtype_name} on {device}, threads: {torch.get_num_threads()}"
+        return f"{how}; {rows}{self._resumed}"
 
     def start(self, saved_dtype: Literal["bf16", "fp32"] | None = None) -> None:
         """Load the model, join the other ranks and check the layout of batches. Slow (seconds).
@@ -416,8 +414,7 @@ class Learner:
             self.doing = f"step {batch.step + 1}: training micro-batch {number} of {len(micro_batches)}"
             loss = self._micro_loss(micro, weight, step)
             self._engine.backward(loss.loss, last=batch.last and number == len(micro_batches))
-            num_tokens = loss.loss.new_tensor(len(loss.tis))
-            step.sums += torch.stack([loss.loss.detach(), loss.tis.sum(), loss.kl.sum(), num_tokens])
+            step.sums += torch.stack([loss.loss.detach(), loss.tis.sum(), loss.kl.sum(), loss.num_tokens])
         step.tokens_forward += forwarded
         step.tokens_trained += forwarded
         return True

@@ -56,7 +56,7 @@ class MathTask(TaskAdapter):
         return self._problem_prompt(index, problems, _order(self.seed, epoch, len(problems)), position)
 
     def sources(self) -> tuple[Sequence[str], Sequence[str]]:
-        if self._is_addition:
+        if self._is_addition or self._options.max_prompt_tokens:  # others replace rows that are too long
             return (), ()
         training, held_out = self._splits
         order = _order(self.seed, 0, len(training))

@@ -395,6 +395,8 @@ def test_long_prompts_give_their_place_to_others(tmp_path: Path) -> None:
     lengths = {len(whole.prompt(index).token_ids) for index in range(38)}
     short, long = sorted(lengths)  # one-digit and two-digit numbers
     task = make(dataset="gsm8k", data=data, template="plain", max_prompt_tokens=short)
+    assert [len(places) for places in whole.sources()] == [38, 2]
+    assert task.sources() == ((), ())  # no row is asked in its own turn alone
     assert {int(task.prompt(index).answer) for index in range(38)} == set(range(10)) - {
         7
     }  # row 7 is held out

@@ -87,6 +87,11 @@ class Loss:
     tis: Tensor  # (M,) importance weight as it was used, cut; 1 where the loss has none
     kl: Tensor  # (M,) estimate of the KL to the reference, 0 without one
 
+    @property
+    def num_tokens(self) -> Tensor:
+        """M, a scalar beside the loss."""
+        return self.loss.new_tensor(len(self.tis))
+
 
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, logprobs: Tensor, clip: Clip
