@@ -51,15 +51,15 @@ COMMON = [
     "eval.num_prompts=96",
     "eval.samples_per_prompt=2",
     "checkpoint.every=0",
-    "sparse.dense_layers=1",
-    "sparse.bin_tokens=512",
 ]
-SCHEDULE = ["sparse.schedule=[22]", "sparse.tail_share=0.01", "sparse.audit_share=0.1"]
+SPARSE = ["sparse.dense_layers=1", "sparse.bin_tokens=512"]
+SCHEDULE = [*SPARSE, "sparse.schedule=[22]", "sparse.tail_share=0.01", "sparse.audit_share=0.1"]
 KINDS: dict[str, list[str]] = {
     "dense": [],
     "schedule": SCHEDULE,
     "distilled": [*SCHEDULE, "sparse.distill_rank=16"],
     "two pages": [
+        *SPARSE,
         "sparse.schedule=[2]",
         "sparse.first_pages=0",
         "sparse.last_pages=1",
@@ -68,6 +68,7 @@ KINDS: dict[str, list[str]] = {
         "sparse.audit_share=0.1",
     ],
     "guarded": [
+        *SPARSE,
         "sparse.schedule=[2]",
         "sparse.first_pages=0",
         "sparse.last_pages=1",

@@ -89,9 +89,13 @@ def _calibrate(words: Sequence[str]) -> int:
     if out.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"out={out}: the schedule is a YAML file; give a name that ends with .yaml")
     rest = [word for word in words if word.partition("=")[0] not in _OWN]
-    config = load_config(["sampling.top_logprobs=20", *rest])
+    # With a schedule, the other keys of sparse have an effect. Of this one every page is read.
+    config = load_config(["sampling.top_logprobs=20", "sparse.schedule=[0]", *rest])
     config = config.model_copy(
-        update={"model": config.model.model_copy(update={"path": pinned(config.model.path)})}
+        update={
+            "model": config.model.model_copy(update={"path": pinned(config.model.path)}),
+            "sparse": config.sparse.model_copy(update={"schedule": []}),
+        }
     )
     check_model(config.model.folder)
     check_positions(config)

@@ -33,7 +33,6 @@ WORDS = (
     "model.path=builtin:tiny-code",
     "model.max_model_len=64",
     "staleness.max_staleness=0",
-    "staleness.queue_batches=1",
     "eval.every=0",
     "eval.num_prompts=2",
     "eval.samples_per_prompt=1",

@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 from pydantic import field_validator
 
 from echo_planes.config.extensions import one_of
-from echo_planes.config.fields import Free, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from echo_planes.config.fields import (
+    Free,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    not_with,
+    only_with,
+)
 
 # Options of vLLM that say how fast it computes, and neither what weights it has nor what it samples from.
 EXTRA_OPTIONS = frozenset(
@@ -21,6 +29,8 @@ EXTRA_OPTIONS = frozenset(
     )
 )
 
+_FOLLOWS = not_with("fleet.scale", "fixed", instead="=ray or static")  # price and need
+_ON_GPU = not_with("..resources.GPU", None, 0)
 
 CPU_PAGE_TOKENS = 32  # vLLM's attention for CPUs takes pages of a multiple of so many tokens
 
@@ -31,11 +41,15 @@ class EngineConfig(Section):
     max_num_seqs: PositiveInt = Free(256, description="requests decoded together")
     tensor_parallel_size: PositiveInt = Free(1, description="GPUs that share every layer of one engine")
     pipeline_parallel_size: PositiveInt = Free(1, description="stages of layers, each on GPUs of its own")
-    gpu_memory_utilization: float = Free(0.85, gt=0, le=1, description="share of GPU memory (GPU only)")
-    kv_cache_gib: PositiveFloat = Free(
-        0.25, description="KV cache size on CPU, GiB; twice that if auto takes float32"
+    gpu_memory_utilization: float = Free(
+        0.85, counts=_ON_GPU, gt=0, le=1, description="share of GPU memory (GPU only)"
     )
-    enforce_eager: bool = Free(False, description="no CUDA graphs (GPU only)")
+    kv_cache_gib: PositiveFloat = Free(
+        0.25,
+        counts=only_with("..resources.GPU", None, 0),
+        description="KV cache size on CPU, GiB; twice that if auto takes float32",
+    )
+    enforce_eager: bool = Free(False, counts=_ON_GPU, description="no CUDA graphs (GPU only)")
     enable_prefix_caching: bool | None = Free(
         None,
         description="requests under the same weights compute a common prefix once; default: where the model "
@@ -91,18 +105,28 @@ class WorkerConfig(Section):
     labels: dict[str, str] = Free({}, description="Ray label selector")
     region: str = Free("", description="where it stands: a chain of workers enters each region once")
     market: Literal["on_demand", "spot"] = Free("on_demand", description="spot machines may be taken away")
-    min_count: int = Free(0, ge=0, description="fleet.scale: always so many")
-    max_count: int | None = Free(None, ge=0, description="fleet.scale: quota; default: `count`")
+    min_count: int = Free(0, counts=_FOLLOWS, ge=0, description="fleet.scale: always so many")
+    max_count: int | None = Free(
+        None, counts=_FOLLOWS, ge=0, description="fleet.scale: quota; default: `count`"
+    )
     mu: PositiveFloat | None = Free(
-        None, description="trajectories/s of one, until it is measured; default: as the others"
+        None,
+        counts=_FOLLOWS,
+        description="trajectories/s of one, until it is measured; default: as the others",
     )
     interruptions_per_hour: NonNegativeFloat = Free(
-        0.0, description="preemptions of one, until they are measured"
+        0.0, counts=_FOLLOWS, description="preemptions of one, until they are measured"
     )
     cloud: Literal["aws", "gcp", "azure"] | None = Free(
-        None, description="whose metadata service announces preemptions on the machine; default: none asked"
+        None,
+        counts=_FOLLOWS,
+        description="whose metadata service announces preemptions on the machine; default: none asked",
     )
-    metadata_url: str | None = Free(None, description="its address; default: the cloud's usual one")
+    metadata_url: str | None = Free(
+        None,
+        counts=not_with(".cloud", None, instead="=aws, gcp or azure"),
+        description="its address; default: the cloud's usual one",
+    )
 
     @property
     def instance_type(self) -> str:
@@ -121,6 +145,10 @@ class FleetConfig(Section):
     workers: list[WorkerConfig] = Free([WorkerConfig()], description="workers, by instance type")
     restarts: int = Free(
         3,
+        counts=(
+            only_with("fleet.scale", "fixed"),
+            not_with("seeding.engines", 0),
+        ),
         ge=0,
         description="times in a row that a lost worker is started again, each, after 0, 1, 3, 7, ... 60 s; "
         "ten minutes of work begin the row anew (scale=fixed)",
@@ -136,25 +164,44 @@ class FleetConfig(Section):
         description="fixed: usd_per_hour of each instance type; package.module:NAME: by the PriceSource "
         "that it makes",
     )
-    prices_every_s: PositiveFloat = Free(60.0, description="such a source is asked this often, seconds")
-    gamma: float = Free(1.1, ge=1, description="redundancy: mu_target = gamma mu_min")
-    tick_s: PositiveFloat = Free(5.0, description="the fleet is looked at this often, seconds")
+    prices_every_s: PositiveFloat = Free(
+        60.0,
+        counts=not_with("fleet.prices", "fixed", instead="=package.module:NAME"),
+        description="such a source is asked this often, seconds",
+    )
+    gamma: float = Free(1.1, counts=_FOLLOWS, ge=1, description="redundancy: mu_target = gamma mu_min")
+    tick_s: PositiveFloat = Free(
+        5.0, counts=_FOLLOWS, description="the fleet is looked at this often, seconds"
+    )
     sustain_s: NonNegativeFloat = Free(
-        30.0, description="a shortage must last so long before workers are added; a surplus ten times as long"
+        30.0,
+        counts=_FOLLOWS,
+        description="a shortage must last so long before workers are added; a surplus ten times as long",
     )
     ask_limit_s: PositiveFloat = Free(
-        120.0, description="a machine that is not there by then is given up, its instance type backed off"
+        120.0,
+        counts=_FOLLOWS,
+        description="a machine that is not there by then is given up, its instance type backed off",
     )
     boot_limit_s: PositiveFloat = Free(
-        600.0, description="a worker that does not generate so long after that is given up likewise"
+        600.0,
+        counts=_FOLLOWS,
+        description="a worker that does not generate so long after that is given up likewise",
     )
-    usd_per_hour: PositiveFloat | None = Free(None, description="all workers together, at most")
+    usd_per_hour: PositiveFloat | None = Free(
+        None, counts=_FOLLOWS, description="all workers together, at most"
+    )
     interruptions_per_hour: PositiveFloat | None = Free(
-        None, description="expected preemptions of all workers together, at most"
+        None, counts=_FOLLOWS, description="expected preemptions of all workers together, at most"
     )
-    max_workers: PositiveInt | None = Free(None, description="all instance types together, at most")
+    max_workers: PositiveInt | None = Free(
+        None, counts=_FOLLOWS, description="all instance types together, at most"
+    )
     standby: int = Free(
-        0, ge=0, description="workers beside these that are kept ready, idle, for the place of a lost one"
+        0,
+        counts=_FOLLOWS,
+        ge=0,
+        description="workers beside these that are kept ready, idle, for the place of a lost one",
     )
 
     @property
@@ -180,6 +227,8 @@ class SeedingConfig(Section):
     They stop when the window is over, and remote workers continue their answers. Without remote workers the
     window lasts until the step is sampled: learner and engine are colocated.
     """
+
+    counts = not_with("seeding.engines", 0)
 
     engines: int = Free(0, ge=0, description="N_resv: engines on the learner's machines; 0: no seeding")
     first_s: NonNegativeFloat = Free(5.0, description="T_seed of the first step, seconds; then it adapts")

@@ -23,17 +23,29 @@ from echo_planes.config.fields import (
     PositiveFloat,
     PositiveInt,
     Section,
+    not_with,
+    only_with,
 )
 from echo_planes.config.files import user_path
 from echo_planes.config.fleet import FleetConfig, SeedingConfig, WorkerConfig
 from echo_planes.config.hub import fetch, is_pinned
 from echo_planes.config.sparse import SparseConfig
+from echo_planes.config.weights import WeightsConfig
 
 _BUILTIN = ("tiny-math", "tiny-carry", "tiny-code", "tiny-poker")
 BUILTIN_MODELS = {f"builtin:{name}": Path(__file__).parents[1] / "assets" / name for name in _BUILTIN}
 
 BUILTIN_LR, MODEL_LR = 2.5e-4, 1e-6  # learner.lr where it is not set
 LORA_TIMES = 10.0  # with adapters: Thinking Machines, "LoRA Without Regret" (2025), across models and sizes
+
+_STALE = not_with("staleness.max_staleness", 0)
+_QUEUES = not_with("sampling.router", "pull", "proportional", instead="=jsq")
+_CLIPPED = not_with("objective.name", "cispo", instead=" to one that clips there")
+_PROXIMAL = only_with("objective.anchor", "proximal")
+_WITH_KL = not_with("objective.kl_beta", 0)
+_WITH_DRIFT = not_with("learner.drift_target", 0)
+_WITH_ADAPTERS = not_with("learner.lora_rank", 0)
+_OWN_CLUSTER = only_with("run.ray_address", None)
 
 
 class RunConfig(Section):
@@ -51,7 +63,9 @@ class RunConfig(Section):
     tracker: Annotated[str, one_of("none", "tensorboard", "wandb", "trackio")] = Free(
         "none", description="told each step and event; package.module:NAME that makes a Tracker"
     )
-    metrics_port: int | None = Free(None, ge=1024, le=65535, description="Prometheus port of a local cluster")
+    metrics_port: int | None = Free(
+        None, counts=_OWN_CLUSTER, ge=1024, le=65535, description="Prometheus port of a local cluster"
+    )
 
 
 class TaskConfig(BaseModel):
@@ -122,7 +136,9 @@ class SamplingConfig(Section):
         "or all answers right or all wrong; default: off, objective.name=dapo: correct",
     )
     refill_limit: PositiveFloat = Free(
-        4.0, description="such groups at most, for one batch, in batches; then they count"
+        4.0,
+        counts=not_with("sampling.refill", "off", instead="=reward or correct"),
+        description="such groups at most, for one batch, in batches; then they count",
     )
     overlong: Literal["keep", "mask", "penalty"] | None = Free(
         None,
@@ -130,9 +146,13 @@ class SamplingConfig(Section):
         "less reward over the last overlong_tokens; default: keep, objective.name=dapo: penalty",
     )
     overlong_tokens: PositiveInt | None = Free(
-        None, description="overlong=penalty: tokens before the limit; default: a fifth of max_new_tokens"
+        None,
+        counts=only_with("sampling.overlong", "penalty"),
+        description="overlong=penalty: tokens before the limit; default: a fifth of max_new_tokens",
     )
-    theta: int = Free(2, ge=1, le=65536, description="router=jsq: prompts queued at a worker, at most")
+    theta: int = Free(
+        2, counts=_QUEUES, ge=1, le=65536, description="router=jsq: prompts queued at a worker, at most"
+    )
 
     @property
     def trajectories_per_step(self) -> int:
@@ -148,7 +168,9 @@ class StalenessConfig(Section):
     policy: Literal["drop", "wait"] = Free(
         "wait", description="drop what is too old, or hold the learner for leases that would become too old"
     )
-    queue_batches: float = Free(1.5, ge=1, description="leased + buffered groups, in batches, at most")
+    queue_batches: float = Free(
+        1.5, counts=_STALE, ge=1, description="leased + buffered groups, in batches, at most"
+    )
     selector: Literal["fifo", "freshest", "uniform", "staleness", "reward"] = Free(
         "fifo",
         description="which admissible groups first: oldest arrivals; newest versions; drawn at random, "
@@ -186,52 +208,6 @@ class StalenessConfig(Section):
         return self
 
 
-class WeightsConfig(Section):
-    """Transport of published weights from the learner to the workers, and their store."""
-
-    mode: Literal["chain", "direct", "full"] = Free(
-        "chain",
-        description="chain: patches along chains of workers; direct: patches, every worker from the learner; "
-        "full: whole snapshots, every worker from the learner",
-    )
-    codec: Annotated[str, one_of("auto", "compact", "fast", "overwrite")] = Free(
-        "auto",
-        description="how patches are written down; auto: the quickest for the slowest link; or "
-        "package.module:NAME of a PatchCodec",
-    )
-    digest: Literal["xxh3", "blake3", "sha256"] = Free(
-        "xxh3", description="what proves that a worker's live weights are the learner's"
-    )
-    chunk_kib: int = Free(256, ge=4, le=4096, description="verified and forwarded at once, KiB")
-    streams_per_link: int = Free(2, ge=1, le=16, description="connections from a worker to its parent")
-    uplink_mbit: PositiveFloat | None = Free(None, description="B0: learner's uplink, Mbit/s; None: learnt")
-    worker_mbit: PositiveFloat | None = Free(None, description="Bw: worker's link, Mbit/s; None: learnt")
-    starved_s: PositiveFloat = Free(4.0, description="with too little of a version so long: another parent")
-    snapshot_every: PositiveInt = Free(50, description="publications between full snapshots in the store")
-    keep_patches: PositiveInt = Free(100, description="newest patches kept in the store")
-    keep_snapshots: PositiveInt = Free(10, description="newest full snapshots kept in the store")
-    store: str | None = Free(None, description="folder or s3:// address; default: weights/ in run.dir")
-    key_file: str | None = Free(
-        None, description="Ed25519 private key (PEM) that signs publications; default: made in run.dir"
-    )
-    host: str | None = Free(
-        None,
-        description="address that the nodes listen on; 'node': each machine's own; default: loopback on a "
-        "private cluster, 'node' on one that is joined",
-    )
-    port: int | None = Free(None, ge=1024, le=65535, description="the learner's port; default: a free one")
-    tls_cert: str | None = Free(None, description="certificate (PEM) of every node; default: no TLS")
-    tls_key: str | None = Free(None, description="its private key (PEM)")
-    tls_ca: str | None = Free(None, description="authority (PEM) that nodes must be certified by")
-
-    @model_validator(mode="after")
-    def _whole(self) -> Self:
-        given = [self.tls_cert, self.tls_key, self.tls_ca]
-        if any(given) and not all(given):
-            raise ValueError("tls_cert, tls_key and tls_ca belong together: give all three or none")
-        return self
-
-
 class ObjectiveConfig(Section):
     """The loss. Each name fixes how advantages are normalised, how tokens are averaged, and its defaults."""
 
@@ -245,22 +221,30 @@ class ObjectiveConfig(Section):
         "default: proximal, name=cispo: sampler",
     )
     clip_low: NonNegativeFloat | None = Free(
-        None, description="lower clip: ratio >= 1 - clip_low; default: the objective's"
+        None, counts=_CLIPPED, description="lower clip: ratio >= 1 - clip_low; default: the objective's"
     )
     clip_high: NonNegativeFloat | None = Free(
         None, description="upper clip: ratio <= 1 + clip_high; default: the objective's"
     )
     clip_delta: NonNegativeFloat | None = Free(
         None,
+        counts=_CLIPPED,
         description="second-side clip: ratio <= clip_delta where the advantage is negative; 0: none; "
         "default: the objective's",
     )
     tis_level: Literal["token", "sequence", "geometric", "none"] | None = Free(
         None,
+        counts=_PROXIMAL,
         description="anchor=proximal: level of the truncated importance weight; default: the objective's",
     )
-    tis_cap: PositiveFloat = Free(2.0, description="C: importance weights are cut here")
-    uncorrected: bool = Free(False, description="allow tis_level=none on stale data: a biased gradient")
+    tis_cap: PositiveFloat = Free(
+        2.0, counts=(_PROXIMAL, _WITH_KL), description="C: importance weights are cut here"
+    )
+    uncorrected: bool = Free(
+        False,
+        counts=only_with("objective.tis_level", "none"),
+        description="allow tis_level=none on stale data: a biased gradient",
+    )
     token_mask: Interval | None = Free(
         None, description="[low, high]: tokens whose pi_learner / pi_sampler lies outside are left out"
     )
@@ -268,13 +252,20 @@ class ObjectiveConfig(Section):
         None, description="[low, high]: answers whose geometric mean ratio lies outside are left out"
     )
     kl_beta: NonNegativeFloat = Free(0.0, description="weight of the KL to the frozen reference")
-    kl_estimator: Literal["k1", "k2", "k3"] = Free("k3", description="how the KL is estimated")
-    kl_clamp: PositiveFloat = Free(10.0, description="nats: largest |log ratio| in the KL estimate")
+    kl_estimator: Literal["k1", "k2", "k3"] = Free(
+        "k3", counts=_WITH_KL, description="how the KL is estimated"
+    )
+    kl_clamp: PositiveFloat = Free(
+        10.0, counts=_WITH_KL, description="nats: largest |log ratio| in the KL estimate"
+    )
     skip_zero_advantage: bool = Free(
-        True, description="leave out groups with equal rewards (no gradient when kl_beta = 0)"
+        True,
+        counts=only_with("objective.kl_beta", 0),
+        description="leave out groups with equal rewards (no gradient when kl_beta = 0)",
     )
     score_skipped: bool = Free(
         False,
+        counts=only_with("objective.skip_zero_advantage", True),
         description="put skipped groups through the model all the same: entropy and drift of all tokens",
     )
 
@@ -285,11 +276,6 @@ class ObjectiveConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.ratio_anchor == "sampler" and self.tis_level is not None:
-            raise ValueError(
-                "anchor=sampler takes the ratio against the policy that sampled, which corrects by itself: "
-                f"leave out tis_level={self.tis_level}, or set anchor=proximal"
-            )
         if self.name == "cispo" and self.anchor == "proximal":
             raise ValueError(
                 "name=cispo weights tokens against the policy that sampled, not that of the step's start: "
@@ -327,16 +313,22 @@ class LearnerConfig(Section):
     lora_rank: int = Fixed(
         0, ge=0, description="train adapters of this rank beside frozen weights (LoRA); 0: all weights"
     )
-    lora_alpha: PositiveFloat = Fixed(32.0, description="adapters count alpha / rank times")
+    lora_alpha: PositiveFloat = Fixed(
+        32.0, counts=_WITH_ADAPTERS, description="adapters count alpha / rank times"
+    )
     lora_targets: list[str] | None = Fixed(
-        None, description="linear layers with adapters, by last name (q_proj); default: all in the layers"
+        None,
+        counts=_WITH_ADAPTERS,
+        description="linear layers with adapters, by last name (q_proj); default: all in the layers",
     )
     drift_target: NonNegativeFloat = Free(
         0.1,
         description="nats: the learning rate shrinks while mean |log pi_learner - log pi_sampler| of the "
         "trained tokens is above it; 0: never",
     )
-    drift_floor: float = Free(0.02, gt=0, le=1, description="smallest factor drift puts on the rate")
+    drift_floor: float = Free(
+        0.02, counts=_WITH_DRIFT, gt=0, le=1, description="smallest factor drift puts on the rate"
+    )
     warmup_steps: int = Free(10, ge=0, description="optimizer updates of linear warm-up")
     decay: float = Free(
         0.3, ge=0, le=1, description="share of the run, at its end, in which lr falls linearly to 0"
@@ -372,7 +364,11 @@ class LearnerConfig(Section):
         "cluster has GPUs. A rank trains on a GPU only if it has one here",
     )
     master_port: int | None = Free(
-        None, ge=1024, le=65535, description="torch.distributed port; default: a free one"
+        None,
+        counts=not_with("learner.num_ranks", 1, instead=" above 1"),
+        ge=1024,
+        le=65535,
+        description="torch.distributed port; default: a free one",
     )
 
     @property
@@ -408,7 +404,11 @@ class EvalConfig(Section):
         description="logits are divided by it; 0: the likeliest token; default: as trained on",
     )
     top_p: float | None = Free(
-        None, gt=0, le=1, description="only tokens within this probability mass; default: as trained on"
+        None,
+        counts=not_with("eval.temperature", 0),
+        gt=0,
+        le=1,
+        description="only tokens within this probability mass; default: as trained on",
     )
 
     @model_validator(mode="after")
@@ -442,6 +442,8 @@ class CheckpointConfig(Section):
 
 class GuardConfig(Section):
     """Limits of the guard's signals; `learning/guard.py` documents its actions beyond them."""
+
+    counts = not_with("guard.mode", "off", instead="=act or warn")
 
     mode: Annotated[Literal["act", "warn", "off"], OFF] = Free(
         "act", description="climb the ladder; only tell; neither"
@@ -577,15 +579,6 @@ class Config(Section):
                     f"learner.micro_batch_groups={self.learner.micro_batch_groups} does not go with "
                     f"{key}={value}: {why}; set {key}={need}, or leave out micro_batch_groups"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _punishes(self) -> Self:
-        if self.sampling.overlong_tokens is not None and self.overlong != "penalty":
-            raise ValueError(
-                f"sampling.overlong_tokens={self.sampling.overlong_tokens} says where a penalty begins, and "
-                f"sampling.overlong={self.overlong} has none; leave it out, or set overlong=penalty"
-            )
         return self
 
     @model_validator(mode="after")

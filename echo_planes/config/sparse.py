@@ -6,13 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from echo_planes.config.fields import OFF, Free, PositiveInt, Section
+from echo_planes.config.fields import OFF, Free, PositiveInt, Section, not_with
 
 Pages = Annotated[int, Field(ge=0)]
 
 
 class SparseConfig(Section):
     """Block-sparse decoding by a schedule of KV budgets, as `echo_planes.sparsity calibrate` writes it."""
+
+    counts = not_with("sparse.schedule", [], instead=" (sparse=FILE.yaml)")
 
     schedule: list[Pages] = Free(
         [],
@@ -47,9 +49,15 @@ class SparseConfig(Section):
         description="rank of an adapter that sparse attention alone computes with, trained towards "
         "dense attention beside the policy (DistillSparse); 0: none",
     )
-    distill_lr: float = Free(1e-4, gt=0, description="learning rate of that adapter")
+    distill_lr: float = Free(
+        1e-4, counts=not_with("sparse.distill_rank", 0), gt=0, description="learning rate of that adapter"
+    )
     distill_share: float = Free(
-        0.25, gt=0, le=1, description="share of a step's answers that it is trained on"
+        0.25,
+        counts=not_with("sparse.distill_rank", 0),
+        gt=0,
+        le=1,
+        description="share of a step's answers that it is trained on",
     )
     model: str | None = Free(None, description="shape of the model that the schedule was calibrated for")
 

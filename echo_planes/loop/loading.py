@@ -7,6 +7,7 @@ files of the groups that the words name < `key=value` words.
 
 from __future__ import annotations
 
+import copy
 import os
 import typing
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from echo_planes.config.conditions import check_counted, paths_of
 from echo_planes.config.fields import unknown_key, with_present_keys
 from echo_planes.config.gguf_model import is_gguf
 from echo_planes.config.hub import is_hub_name
@@ -58,7 +60,7 @@ def load_config(words: Sequence[str]) -> Config:
     Raises:
         ConfigError: names the key's path, the value, what is allowed and the nearest match.
     """
-    tree, overrides = _tree(words)
+    tree, overrides, files = _tree(words)
     try:
         config = Config.model_validate(tree)
         adapter_options(config.task)
@@ -69,11 +71,18 @@ def load_config(words: Sequence[str]) -> Config:
         if resume is not None and path not in overrides:  # not a word of this command line
             message = f"{Path(str(resume)) / 'config.yaml'}: {message}"
         raise ConfigError(message) from error
+    check_counted(config, _paths(overrides), _paths(files))
     return config
 
 
-def _tree(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings that `words` ask for, not validated, and those that they name one by one.
+def _paths(given: dict[str, Any]) -> set[str]:
+    return set().union(*(paths_of(key, value) for key, value in given.items()))
+
+
+def _tree(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the settings that `words` ask for, not validated, and of them those of words and of files.
+
+    The last are the sections of the groups that the words name, as their files have them.
 
     Raises:
         ConfigError: a word is no setting, or names a group or a place that does not exist.
@@ -109,9 +118,10 @@ def _tree(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         if resume is None or group in named:
             tree[group] = _group(group, chosen[group])
             _merge(tree, _defaults(f"{group}={chosen[group]}", tree[group]))
+    files = {group: copy.deepcopy(tree[group]) for group in GROUPS[1:] if group in named}
     for key, value in overrides:
         set_key(tree, key, value)
-    return tree, dict(overrides)
+    return tree, dict(overrides), files
 
 
 def recorded_config(folder: Path) -> Config:
@@ -146,7 +156,7 @@ def describe(words: Sequence[str] = ()) -> str:
     Raises:
         ConfigError: a word is no setting, or names a key, a group or a place that does not exist.
     """
-    tree, _ = _tree(words)
+    tree, *_ = _tree(words)
     try:
         tree = Config.model_validate(tree).model_dump(mode="json")
     except ValidationError as error:  # what a task needs may be missing yet: --help is to tell that

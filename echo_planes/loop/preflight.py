@@ -17,7 +17,8 @@ from echo_planes.cluster.placement import Machine
 from echo_planes.config.extensions import extension
 from echo_planes.config.files import MIB, MODEL_JSON_BYTES, check_regular, read_json
 from echo_planes.config.fleet import CPU_PAGE_TOKENS, EngineConfig, FleetConfig, SeedingConfig, WorkerConfig
-from echo_planes.config.schema import Config, WeightsConfig
+from echo_planes.config.schema import Config
+from echo_planes.config.weights import WeightsConfig
 from echo_planes.data.store.files import LOCK_NAME, REPLAY_FOLDER, Lock
 from echo_planes.data.store.recovery import STORE_NAME, read_store_id
 from echo_planes.data.tasks.registry import TOKENIZER_SETTINGS, check_model_files
@@ -89,10 +90,6 @@ def check_learner(config: Config) -> None:
     _check_sequence_ranks(config)
     if learner.lora_targets is None:
         return
-    if not learner.lora_rank:
-        raise ConfigError(
-            "learner.lora_targets is set, but learner.lora_rank=0: set the rank, or leave it out"
-        )
     try:
         known = shape_of(config.model.folder).linear
     except (KeyError, DataError):  # sizes by other words, or weights of other types: the learner will tell
@@ -260,7 +257,6 @@ def check_fleet(config: Config) -> None:
     if config.fleet.scale != "fixed" or config.fleet.prices != "fixed":
         check_instance_types(config.fleet)
     if config.fleet.scale == "fixed":
-        check_ignored(config.fleet)
         return
     fleet = config.fleet
     worker_configs = fleet.workers
@@ -385,36 +381,6 @@ def check_standby(fleet: FleetConfig) -> None:
                 f"fleet.standby={fleet.standby}: fleet.{limit}={most} leaves no room for so many beside the "
                 f"{fleet.num_workers} workers to begin with; raise it to {wanted}, or lower the counts"
             )
-
-
-def check_ignored(fleet: FleetConfig) -> None:
-    """Check that the settings which a fleet of fixed size ignores have their defaults."""
-    usual = WorkerConfig()
-    keys = ("min_count", "max_count", "mu", "interruptions_per_hour", "cloud", "metadata_url")
-    names = [
-        f"fleet.workers.{key}"
-        for key in keys
-        if any(getattr(k, key) != getattr(usual, key) for k in fleet.workers)
-    ]
-    of_fleet = (
-        "gamma",
-        "tick_s",
-        "sustain_s",
-        "ask_limit_s",
-        "boot_limit_s",
-        "usd_per_hour",
-        "interruptions_per_hour",
-        "max_workers",
-        "standby",
-    )
-    names += [
-        f"fleet.{key}" for key in of_fleet if getattr(fleet, key) != FleetConfig.model_fields[key].default
-    ]
-    if names:
-        raise ConfigError(
-            f"{', '.join(names)}: only a fleet that follows price and need looks at that; set "
-            "fleet.scale=ray or static, or leave it out"
-        )
 
 
 def check_lengths(config: Config) -> None:

@@ -8,26 +8,20 @@ on other settings are compared by their effective values.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
 
+from echo_planes.config.conditions import COMES_TO
 from echo_planes.config.fields import on_resume
 from echo_planes.config.schema import Config, TaskConfig
 from echo_planes.errors import ConfigError
 
 MOST_CHARS = 80  # of a value that is shown
-# Settings of one call, not of the run; then settings with an effective value, which others determine.
+# Settings of one call, not of the run.
 _OF_A_CALL = ("run.resume", "run.dir")
-_COMES_TO: Mapping[str, Callable[[Config], Any]] = {
-    "learner.lr": lambda config: config.lr,
-    "sampling.refill": lambda config: config.refill,
-    "sampling.overlong": lambda config: config.overlong,
-    "staleness.publish_every": lambda config: config.staleness.kappa,
-    "objective.anchor": lambda config: config.objective.ratio_anchor,
-}
 _INSTEAD = {
     "model.path": "a resume goes on with the same model",
     "task.name": "a resume goes on with the same task",
@@ -63,7 +57,7 @@ def changes_of(before: Config, now: Config, options: Callable[[TaskConfig], Base
         options: returns the validated options of a task, its defaults filled in.
     """
     found = list(_compared("", before, now))
-    for path, comes_to in _COMES_TO.items():
+    for path, comes_to in COMES_TO.items():
         found = [change for change in found if change.path != path]
         if comes_to(before) != comes_to(now):
             found.append(Change(path, comes_to(before), comes_to(now), is_fixed=False))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from echo_planes.config.schema import WeightsConfig
+from echo_planes.config.weights import WeightsConfig
 from echo_planes.errors import WaitTimeoutError, WeightsError
 from echo_planes.types import Manifest, Publication
 from echo_planes.weights.node.client import WorkerNode

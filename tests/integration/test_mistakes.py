@@ -67,7 +67,8 @@ MISTAKES = {
         ("@other.jsonl", "row 1 is not a gsm8k row", "set task.data=PATH"),
     ),
     "learner port in use": Mistake(
-        ("learner.master_port=#",), ("learner.master_port=#", "in use", "choose another")
+        ("learner.num_ranks=2", "learner.master_port=#"),
+        ("learner.master_port=#", "in use", "choose another"),
     ),
     "metrics port in use": Mistake(
         ("run.metrics_port=#",), ("run.metrics_port=#", "in use", "choose another")

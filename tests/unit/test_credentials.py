@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo_planes.config.plain_yaml import parse_yaml
-from echo_planes.config.schema import Config, WeightsConfig
+from echo_planes.config.schema import Config
+from echo_planes.config.weights import WeightsConfig
 from echo_planes.loop.loading import dump_config, load_config
 from echo_planes.weights.link import WeightLink, listening_host
 from echo_planes.weights.wire.credentials import MAX_NAME, bearer, credential, is_bearer, may_enter

@@ -23,7 +23,8 @@ from blake3 import blake3
 from echo_planes.cluster.clock import ManualClock, MonotonicClock
 from echo_planes.config.extensions import extension
 from echo_planes.config.fleet import FleetConfig, WorkerConfig
-from echo_planes.config.schema import Config, ObjectiveConfig, SamplingConfig, WeightsConfig
+from echo_planes.config.schema import Config, ObjectiveConfig, SamplingConfig
+from echo_planes.config.weights import WeightsConfig
 from echo_planes.data.replay.dispatch import POLICIES, Workers, policy_named
 from echo_planes.data.tasks.check import Setting, TaskCheck
 from echo_planes.data.tasks.registry import load_tokenizer

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
 from echo_planes.config.schema import Config
 from echo_planes.data.replay.batch import make_batch
@@ -113,12 +112,6 @@ def test_the_limit_is_the_task_s_own_and_the_stretch_a_fifth_of_it() -> None:
     assert overlong_of(config, 40) == Overlong("penalty", 40, 40, 512)
     with pytest.raises(ConfigError, match=r"overlong_tokens=40 is more than the 10 tokens"):
         overlong_of(config, 10)
-
-
-def test_a_stretch_without_a_penalty_is_refused() -> None:
-    with pytest.raises(ValidationError, match=r"overlong_tokens=4 .*overlong=mask has none"):
-        Config.model_validate({"sampling": {"overlong": "mask", "overlong_tokens": 4}})
-    Config.model_validate({"objective": {"name": "dapo"}, "sampling": {"overlong_tokens": 4}})
 
 
 # --- groups without a signal ---------------------------------------------------------------------

@@ -95,7 +95,14 @@ def test_a_token_takes_reading_or_arithmetic_whichever_is_longer() -> None:
         (["calibrate", "out=a.yaml", "budgets=2"], "budgets=2: the first 1"),
         (["calibrate", "out=a.yaml", "budgets=8", "sampling.temperature=0.7"], "temperature=0.7"),
         (
-            ["calibrate", "out=a.yaml", "budgets=8", "sampling.top_p=0.9", "sparse.audit_share=0"],
+            [
+                "calibrate",
+                "out=a.yaml",
+                "budgets=8",
+                "sampling.top_p=0.9",
+                "sparse.audit_share=0",
+                "sparse.guard=off",
+            ],
             "top_p=0.9: every answer",
         ),
         (["calibrate", "out=a.yaml", "budgets=8", "sparse.audit_share=0"], "audit_share=0 audits none"),
