@@ -7,6 +7,7 @@ line, or a tree that contains itself.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -26,6 +27,7 @@ _INT, _FLOAT, _TIME = (f"tag:yaml.org,2002:{name}" for name in ("int", "float", 
 _WHOLE = r"[-+]?(?:0|[1-9][0-9_]*)"
 _NUMBER = rf"(?:{_WHOLE}(?:\.[0-9_]*)?|[-+]?\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 _NO_NUMBER = r"[-+]?\.?(?:inf|Inf|INF)|\.?(?:nan|NaN|NAN)"
+_DECIMAL = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?\Z")
 _COMMENT = re.compile(r"(?:\A|\s)#")
 NONE = ("null", "Null", "NULL", "~")
 QUOTE, QUOTED = "'", "'\"[{&!|>"  # YAML syntax at the start of a value: `parse_word` leaves it to YAML
@@ -113,6 +115,14 @@ def parse_word(key: str, text: str) -> Any:
     if value is None and plain not in NONE:
         raise ConfigError(f"{where}: no value; put quotes around it, or write {key}=null for none")
     return value
+
+
+def plain_number(text: str) -> float:
+    """Return the number of at least 0 in a field of a table; NaN if it is none.
+
+    Unlike `float`, it takes no digits of other scripts and no 1_200.5: separators differ between countries.
+    """
+    return float(text) if _DECIMAL.match(text) else math.nan
 
 
 def read_yaml(path: Path, advice: str = "give another file") -> dict[str, Any]:

@@ -20,7 +20,7 @@ from echo_planes.fleet.capacity import Need, predicted_bubble, staleness_bound
 from echo_planes.fleet.exact import exact
 from echo_planes.fleet.instance_types import FleetPlan, InstanceType, Limits, Shortfall
 from echo_planes.fleet.plan_config import PlanConfig
-from echo_planes.fleet.prices import PriceRow, instance_types_from_prices, read_prices
+from echo_planes.fleet.prices import PriceRow, dear_spot, instance_types_from_prices, read_prices
 from echo_planes.fleet.provisioner import greedy
 from echo_planes.fleet.sku_facts import SKU_FACTS
 from echo_planes.fleet.throughput import (
@@ -88,6 +88,7 @@ class Planned:
     sweep: tuple[Fleet, ...]  # fleets of growing throughput, for the plot
     advice: tuple[str, ...] | None  # None if a fleet reaches the target
     notes: tuple[str, ...]  # rows that were left out, and fleets that were not found, with the reason
+    dear_spot: tuple[str, ...] = ()  # sentences on spot prices above those on demand
     learner_memory: str = ""  # of one of its GPUs, where it can be told
     sparse: tuple[str, ...] = ()  # sentences on what a schedule of KV budgets saves
 
@@ -153,6 +154,7 @@ def plan(config: PlanConfig, read_tokens: float | None = None) -> Planned:
         sweep=_sweep(planner, instance_types, limits, need.mu_target or smallest.mu_target),
         advice=advice,
         notes=tuple(notes),
+        dear_spot=dear_spot(rows),
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echo_planes.config.files import read_text
+from echo_planes.config.plain_yaml import plain_number
 from echo_planes.errors import ConfigError, DataError, nearest
 from echo_planes.fleet.instance_types import InstanceType
 from echo_planes.fleet.sku_facts import SKU_FACTS
@@ -153,6 +154,16 @@ def instance_types_from_prices(
                 f"minimum {instance_type.min_count}; raise the quota or lower minimum.{instance_type.name}"
             )
     return tuple(instance_types)
+
+
+def dear_spot(rows: Iterable[PriceRow]) -> tuple[str, ...]:
+    """Return a sentence on every row whose spot price is above that on demand; a column may be mistaken."""
+    return tuple(
+        f"Spot is dearer than on demand: {row.provider}/{row.region}/{row.sku}, ${row.spot_usd_per_hour:g} "
+        f"instead of ${row.usd_per_hour:g} an hour (line {row.line})."
+        for row in rows
+        if row.usd_per_hour and row.spot_usd_per_hour and row.spot_usd_per_hour > row.usd_per_hour
+    )
 
 
 def _instance_type_name(row: PriceRow, market: Market) -> str:
@@ -321,10 +332,7 @@ def _number(path: Path, line: int, name: str, text: str) -> float | None:
     """Parse a number above 0; None for an empty field."""
     if not text:
         return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = plain_number(text)
     if math.isfinite(value) and value > 0:
         return value
     if value == 0 and name in PRICES:

@@ -64,7 +64,7 @@ def as_text(planned: Planned) -> str:
     if planned.fleets:
         lines += [*_table(COLUMNS, [_cells(fleet) for fleet in planned.fleets]), ""]
         lines += [f"{_name(fleet)}: {_machines(fleet)}" for fleet in planned.fleets]
-    lines += [*_verdict(planned), *planned.sparse, *(f"Left out: {note}." for note in planned.notes)]
+    lines += [*_verdict(planned), *(f"Left out: {note}." for note in planned.notes)]
     return "\n".join(lines) + "\n"
 
 
@@ -160,6 +160,10 @@ def _machines(fleet: Fleet) -> str:
 
 
 def _verdict(planned: Planned) -> list[str]:
+    return [*_found(planned), *planned.dear_spot, *planned.sparse]
+
+
+def _found(planned: Planned) -> list[str]:
     fastest = _fastest(planned)
     if planned.advice is None and fastest is not None:
         steps = count(planned.config.steps, "step")
@@ -227,6 +231,7 @@ def as_json(planned: Planned) -> str:
         "left_out": list(planned.notes),
         "learner_memory": planned.learner_memory or None,
         "sparse": list(planned.sparse),
+        "dear_spot": list(planned.dear_spot),
         "config": planned.config.model_dump(mode="json"),
     }
     for key, figure in (("t_train_s", planned.t_train_s), ("payload_bytes", planned.payload_bytes)):
@@ -277,7 +282,7 @@ def as_html(planned: Planned) -> str:
         as_of=AS_OF,
         columns=COLUMNS,
         fleets=[(_cells(fleet), _machines(fleet)) for fleet in planned.fleets],
-        verdict=[*_verdict(planned), *planned.sparse],
+        verdict=_verdict(planned),
         notes=planned.notes,
         frontier=_frontier(planned),
         instance_types=_instance_type_bars(planned),

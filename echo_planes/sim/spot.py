@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from echo_planes.config.files import read_text
+from echo_planes.config.plain_yaml import plain_number
 from echo_planes.errors import DataError
 
 AtEnd = Literal["repeat", "hold", "error"]
@@ -175,10 +176,7 @@ def _cells(path: Path, number: int, line: str, width: int) -> list[str]:
 
 
 def _number(path: Path, number: int, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = plain_number(text)
     if not 0 <= value < math.inf:
         raise DataError(f"spot trace {path} line {number}: {text!r:.40} is no time of 0 or more")
     return value

@@ -152,6 +152,15 @@ def test_spot_is_left_out_where_it_is_not_wanted(capsys: pytest.CaptureFixture[s
         assert exact["usd_per_hour"] <= greedy["usd_per_hour"]
 
 
+def test_spot_that_is_dearer_than_on_demand_is_told(capsys: pytest.CaptureFixture[str], one: str) -> None:
+    path = Path(one.partition("=")[2])
+    path.write_text(PRICES.replace("2.0,", "2.0,3.5"))
+    assert "than on demand: c/r/H100, $3.5 instead of $2 an hour (line 2)." in told(capsys, one, *BY_HAND)
+    assert len(tree(capsys, one, *BY_HAND)["dear_spot"]) == 1
+    path.write_text(PRICES.replace("2.0,", "2.0,1.5"))
+    assert "dearer" not in told(capsys, one, *BY_HAND)
+
+
 def test_quotas_and_minimums_hold(capsys: pytest.CaptureFixture[str]) -> None:
     words = (f"prices={EXAMPLE}", "params_b=8", "t_train_s=20", *LINKS, "changed_share=0.01")
     kept = "example-rental/west/RTX-4090/on_demand"

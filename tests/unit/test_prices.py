@@ -88,7 +88,9 @@ def test_the_real_list_is_read_whole() -> None:
 
 
 @pytest.mark.parametrize("column", ["usd_per_hour", "spot_usd_per_hour"])
-@pytest.mark.parametrize("price", ["0", "0.0", "-1", "nan", "inf", "-inf", "$2", "1,5"])
+@pytest.mark.parametrize(
+    "price", ["0", "0.0", "-1", "nan", "inf", "-inf", "$2", "1,5", "1_200.5", "\uff11.5"]
+)
 def test_a_price_that_is_none_is_refused_with_its_line(tmp_path: Path, column: str, price: str) -> None:
     cells = dict.fromkeys(COLUMNS, "1") | {column: f'"{price}"'}
     message = refusal(write(tmp_path, "c,A100,1,,,,r,1,,", ",".join(cells.values())))
