@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from echo_planes.config.schema import GuardConfig
@@ -426,9 +426,10 @@ def _why_slow(figures: GuardFigures) -> str:
 
 
 def _state_of(record: Mapping[str, Any]) -> _State:
-    """Return the state of a guard from its record; {}: of a new run."""
+    """Return the state of a guard from its record; {}: of a new run. Keys of older code are left out."""
     levels = {number: _Level(**one) for number, one in record.get("levels", {}).items()}
-    return _State(**{**record, "levels": levels})
+    known = {one.name: record[one.name] for one in fields(_State) if one.name in record}
+    return _State(**{**known, "levels": levels})
 
 
 def _measure(figures: GuardFigures, level: _Level) -> dict[str, float | None]:

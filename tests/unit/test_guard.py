@@ -427,6 +427,11 @@ def rough(seed: int, steps: int) -> Iterator[GuardFigures]:
         )
 
 
+def test_a_record_of_older_code_is_read_as_far_as_it_is_known() -> None:
+    old = {"rung": 2, "good_step": 40, "entropies": [1.0], "reward_best": 0.5}
+    assert Guard(GuardConfig(), 3, old).report.good_step == 40
+
+
 @pytest.mark.parametrize("cut", range(1, 200, 13))
 def test_a_resumed_guard_goes_on_as_if_nothing_had_happened(cut: int) -> None:
     figures = list(rough(seed=4, steps=200))
