@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from functools import partial
 
 from echo_planes.cluster.clock import Clock
 from echo_planes.errors import RunError
@@ -19,23 +18,40 @@ POLL_S = 1.0  # between two looks at the uploads
 
 async def end_planes(
     workers: Iterable[Worker],
+    gone: Iterable[Callable[[], None]],
     learner: LearnerPlane,
     clock: Clock,
     upload_limit_s: float | None,
     observer: Observer,
 ) -> tuple[int, ...]:
-    """Stop the workers, wait for the learner's uploads as `drain` does (None: not at all), and close it."""
-    tell = partial(observer.on_event, "store")
+    """Stop the workers, wait for the learner's uploads as `drain` does (None: not at all), and close it.
+
+    `gone`: called if there is a wait, one for each worker, which costs nothing from then on.
+    """
     closing = [asyncio.ensure_future(worker.stop()) for worker in workers]
+
+    def tell(text: str) -> None:
+        observer.on_event("store", text)
+
+    def on_wait() -> None:
+        for mark in gone:
+            mark()
+
     try:
-        return () if upload_limit_s is None else await drain(learner.uploads, clock, upload_limit_s, tell)
+        if upload_limit_s is None:
+            return ()
+        return await drain(learner.uploads, clock, upload_limit_s, tell, on_wait)
     finally:
         closing.append(asyncio.ensure_future(learner.close()))
         await asyncio.wait(closing, timeout=CLOSE_S)
 
 
 async def drain(
-    ask: Callable[[], Awaitable[Uploads]], clock: Clock, limit_s: float, tell: Callable[[str], None]
+    ask: Callable[[], Awaitable[Uploads]],
+    clock: Clock,
+    limit_s: float,
+    tell: Callable[[str], None],
+    on_wait: Callable[[], None] = lambda: None,
 ) -> tuple[int, ...]:
     """Wait until the store holds what was published, as long as the uploads advance.
 
@@ -44,6 +60,7 @@ async def drain(
         clock: seconds.
         limit_s: longest wait without progress; 0: only look.
         tell: called with one line: what is waited for, a wait that stalls, and the versions that are missing.
+        on_wait: called once, where there is a wait.
 
     Returns:
         The published versions that have never been in the store; () if the learner does not say.
@@ -61,6 +78,7 @@ async def drain(
         if uploads.is_over or stood_s >= limit_s:
             break
         if not is_told:
+            on_wait()
             tell(f"the run ends once the last versions are there: {uploads.seen} (Ctrl-C twice: at once)")
         elif verdict == "stalls":
             why_not = f"; {uploads.error}" if uploads.error else ""

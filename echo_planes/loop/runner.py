@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -593,8 +594,7 @@ class Runner:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for worker_id, (epoch, _) in self._workers.items():
-            self._gone(worker_id, epoch)  # none costs anything while the uploads go on
         workers, learner = [worker for _, worker in self._workers.values()], self._planes.learner
+        gone = [partial(self._gone, worker_id, epoch) for worker_id, (epoch, _) in self._workers.items()]
         limit_s = upload_limit_s if self._manifest else None
-        self.unstored = await end_planes(workers, learner, self._clock, limit_s, self._observer)
+        self.unstored = await end_planes(workers, gone, learner, self._clock, limit_s, self._observer)

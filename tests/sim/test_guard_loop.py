@@ -428,7 +428,9 @@ def with_many_answers(mode: str, **sampling: Any) -> Config:
     given = config(steps=60, every=10, guard={**GuardConfig().model_dump(), "mode": mode})
     sizes = {"prompts_per_step": 8, "samples_per_prompt": 8}
     return replace_section(  # type: ignore[no-any-return]
-        given, sampling={**given.sampling.model_dump(), **sizes, **sampling}
+        given,
+        sampling={**given.sampling.model_dump(), **sizes, **sampling},
+        eval={**given.eval.model_dump(), "num_prompts": 64},
     )
 
 

@@ -100,6 +100,7 @@ def test_a_learner_that_does_not_answer_is_told(way: str) -> None:
 
 def test_workers_stop_at_once_and_the_learner_closes_after_its_uploads_or_a_second_ctrl_c() -> None:
     stopped_at_s: list[float] = []
+    marked_at_s: list[float] = []
 
     class Stops:
         async def stop(self) -> None:
@@ -109,13 +110,14 @@ def test_workers_stop_at_once_and_the_learner_closes_after_its_uploads_or_a_seco
         for is_hurried in (False, True):
             store, begun_s = Store(*[loop.time() + 50.0] * 6), loop.time()
             workers, learner = [cast(Worker, Stops())] * 2, cast(LearnerPlane, store)
-            ending = asyncio.ensure_future(end_planes(workers, learner, loop, LIMIT_S, QuietObserver()))
+            gone = [lambda: marked_at_s.append(loop.time())] * 2
+            ending = asyncio.ensure_future(end_planes(workers, gone, learner, loop, LIMIT_S, QuietObserver()))
             if is_hurried:
                 loop.call_later(7.0, ending.cancel)
             assert await asyncio.wait([ending], timeout=LIMIT_S)
             assert ending.cancelled() == is_hurried
             assert store.closed_at_s - begun_s == pytest.approx(7.0 if is_hurried else 50.0, abs=1.0)
-            assert stopped_at_s[-2:] == [begun_s, begun_s]
+            assert stopped_at_s[-2:] == marked_at_s[-2:] == [begun_s, begun_s]
             assert loop.time() - begun_s < 50.0 + CLOSE_S
 
     run_virtual(main)

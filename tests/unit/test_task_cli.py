@@ -309,10 +309,10 @@ def test_the_right_answer_is_what_the_task_says_it_is() -> None:
             ["task.dataset=mbpp"],
             "```python\ndef add(a, b):\n    return a + b\n```",
         ),
-        ("function", {"prompt": "4+5=", "answer": "9", "q": 1}, ["task.reward=builtins:max"], "9"),
+        ("function", {"answer": "9", "q": 1}, ["task.reward=builtins:max"], "9"),
         (
             "function",
-            {"prompt": "4+5=", "sum": 9},
+            {"sum": 9},
             ["task.reward=builtins:max", "task.row_fields=[sum]"],
             "9",
         ),
@@ -321,7 +321,10 @@ def test_the_right_answer_is_what_the_task_says_it_is() -> None:
 def test_the_right_answer_stands_in_the_form_that_the_prompt_asks_for(
     tmp_path: Path, name: str, row: dict[str, Any], words: list[str], right: str
 ) -> None:
-    rows = [{**row, "text": f"Add. {number}", "question": f"{number}?"} for number in range(40)]
+    rows = [
+        {**row, "text": f"Add. {number}", "question": f"{number}?", "prompt": f"{number}?"}
+        for number in range(40)
+    ]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     config = load_config([f"task={name}", f"task.data={data}", "task.template=plain", *words])
