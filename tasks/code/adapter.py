@@ -159,11 +159,11 @@ class CodeTask(TaskAdapter):
             judged = found[problem.solution]
             if judged.passed < judged.total:
                 reason = judged.detail.strip().rpartition("\n")[2] or judged.status
-                failing.append(f"{reason} ({problem.question.strip()[:60]!r})")
+                failing.append(f"{problem.place} ({reason})")
         if not failing:
             return ""
         about = f"the authors' solutions of {len(failing)} of {len(some)} problems fail their own tests here"
-        about += f", one with {failing[0]}; no answer to such a problem earns anything"
+        about += f", first that of {failing[0]}; no answer to such a problem earns anything"
         if len(failing) > MOST_FAILING * len(some):
             raise DataError(
                 f"task.dataset={self._options.dataset}: {about}; if the tests need packages, set "
