@@ -76,7 +76,9 @@ _TIMES = {
     "trillion": 10**12,
 }
 _LETTER = re.compile(r"\(?([A-J])\)?")
-_CHOICE = re.compile(r"\(?([A-J])(?:\)|[:.)](?=\s|$)).*", re.DOTALL)
+_CHOICE = re.compile(r"\(?([A-J])[:.)](?:(?=[\s\\])(?P<text>.*))?", re.DOTALL)
+_OTHER_CHOICE = re.compile(r"(?<![a-zA-Z])\(?[A-J]\)")
+_SIZED = re.compile(r"\\(?:left|right)(?![a-zA-Z])\s*")
 _BASE = re.compile(r"([0-9A-Z]+)_\s*(?:\{\s*(\d+)\s*\}|(\d+)|\{\s*\\text\s*\{\s*(\d+)\s*\}\s*\})")
 
 
@@ -133,13 +135,15 @@ def same_letter(gold: str, answer: str) -> bool | None:
     right = _LETTER.fullmatch(_plain(gold))
     if right is None:
         return None
-    said = _LETTER.fullmatch(_plain(answer)) or _CHOICE.fullmatch(_plain(answer))
-    return said is not None and said[1] == right[1]
+    if said := _LETTER.fullmatch(_plain(answer)):
+        return said[1] == right[1]
+    said = _CHOICE.fullmatch(_plain(answer))
+    return said is not None and said[1] == right[1] and not _OTHER_CHOICE.search(said["text"] or "")
 
 
 def _plain(text: str) -> str:
     found = re.fullmatch(r"\\(?:text(?:bf|rm|it)?|mathrm|mbox)\s*\{([^{}]*)\}(.*)", text, re.DOTALL)
-    return (found[1] + found[2] if found else text).strip()
+    return _SIZED.sub("", found[1] + found[2] if found else text).strip()
 
 
 def same_share(gold: str, answer: str) -> bool | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .clean import as_interval, clean, is_interval, same_in_base, same_letter, same_share, without_unit
 from .grade import as_fraction, compare_exactly
-from .stated import Listed, is_value_or_named, listed, values
+from .stated import Listed, is_value_or_named, listed, unnamed, values
 from .verifier import Verdict, Verifier
 
 
@@ -28,9 +28,9 @@ class MathJudge:
         """Compare an answer, as a box or a tag holds it, with the right one."""
         if not answer or len(answer) > self._max_answer_chars:
             return "unparsable"
+        gold, answer = clean(gold), clean(answer)
         if (letter := same_letter(gold, answer)) is not None:
             return _verdict(letter)
-        gold, answer = clean(gold), clean(answer)
         if compare_exactly(gold, answer):
             return "correct"
         if (shares := same_share(gold, answer)) is not None:
@@ -84,7 +84,7 @@ class MathJudge:
     def _one(self, gold: str, answer: str) -> Verdict:
         """Compare single statements."""
         if as_fraction(number := without_unit(gold) or gold) is not None:
-            bare = without_unit(answer)
+            bare = without_unit(unnamed(answer))
             if bare is None:
                 return "unparsable"
             gold, answer = number, clean(bare)

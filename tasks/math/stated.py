@@ -167,6 +167,12 @@ def is_value_or_named(text: str) -> bool:
     return len(sides) == 1 or (len(sides) == 2 and _VARIABLE.fullmatch(sides[0]) is not None)
 
 
+def unnamed(text: str) -> str:
+    """Return the value of an equation that names one (`x=5`); the text if it is none."""
+    sides = _parts(text)
+    return sides[1] if len(sides) == 2 and _VARIABLE.fullmatch(sides[0]) else text
+
+
 def _is_value(part: str) -> bool:
     """Return whether a side of an equation is a number, with or without a unit, and not a variable's name."""
     plain = _COMMAND.sub(" ", _TEXT.sub("", part)).strip()

@@ -63,6 +63,13 @@ RIGHT = [
     (r"1/\sqrt n", r"\sqrt{1/n}"),
     ("E", "E: text"),
     (r"\text{(C)}", "C) 12"),
+    (r"\text{(C)}", r"**$\text{(C)}$**"),
+    (r"\text{(C)}", r"\color{red}\text{(C)}"),
+    (r"\text{(C)}", r"\text{\left(C\right)}"),
+    (r"\text{(C)}", r"~\text{(C)}\text{ twelve}."),
+    (r"10,\!080", r"x = 10,\!080"),
+    (r"\$32,\!348", r"x=\$32,\!348"),
+    ("10,080", r"n = 10,080\text{ cm}"),
     ("2516_9", "2516_{9}"),
     ("2516_9", "2516"),
     ("1/2006!", r"\frac{1}{2006!}"),
@@ -99,6 +106,10 @@ WRONG = [
     ("x", r"\sqrt{x^2}"),
     ("E", "D: text"),
     ("A", "E or A"),
+    ("E", "E) 5 or A) 6"),
+    (r"\text{(C)}", r"\text{(C)}, 1037"),
+    (r"\text{(C)}", r"\text{(C)}\text{(D)}"),
+    ("5", "x=6=5"),
 ]
 
 
