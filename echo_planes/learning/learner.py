@@ -313,8 +313,7 @@ class Learner:
             self._resumed = f"; goes on at a learning rate of {rate:.3g} (peak {self._config.lr:.3g})"
         self.drift.at_full_rate = counters.get("drift_at_full_rate", 0.0)
         self.drift.history = counters.get("drift_history", [])
-        noise = counters.get("drift_noise")
-        self.drift.noise = Noise(**noise) if noise else None
+        self.drift.noise = Noise(**noise) if (noise := counters.get("drift_noise")) else None
         if self._distiller is not None:
             self._distiller.load(folder)
 

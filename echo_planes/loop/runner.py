@@ -574,12 +574,9 @@ class Runner:
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        error: BaseException | None
-        if task.cancelled():  # by code outside the runner, unless it ends; that would end silently
-            outside = RunError(f"a part of the run was cancelled from outside: {task.get_coro()}")
-            error = None if self._ending else outside
-        else:
-            error = task.exception()
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() and not self._ending:  # by code outside the runner; that would end silently
+            error = RunError(f"a part of the run was cancelled from outside: {task.get_coro()}")
         if error is None:
             return
         self._failure = self._failure or (
