@@ -37,7 +37,7 @@ from echo_planes.testing.simulation import (
 )
 from echo_planes.testing.virtual_time import VirtualTimeLoop, run_virtual
 from echo_planes.types import Adjustment, Prompt
-from tests.thorough import examples, takes_minutes
+from tests.thorough import THOROUGH, examples, takes_minutes
 
 K3 = Callable[
     [int, int, Adjustment], float
@@ -408,6 +408,7 @@ def test_a_run_whose_reward_ends_far_below_its_best_is_not_done(tmp_path: Path, 
 # Simulated: the engines answer by the `Skill` given, and no model learns.
 
 GRADE_AT = 40  # groups of a level until the next one may begin
+SEEDS = range(20 if THOROUGH else 1)  # a run with a refill takes half a minute
 
 
 class Laddered(FakeTask):
@@ -455,7 +456,7 @@ HEALTHY: dict[str, tuple[dict[str, Any], type[FakeTask], Skill]] = {
 def test_a_batch_that_becomes_harder_is_no_fall(tmp_path: Path, kind: str, mode: str) -> None:
     """Neither for the guard nor for the verdict at the end."""
     sampling, task, skill = HEALTHY[kind]
-    for seed in range(examples(20)):
+    for seed in SEEDS:
         folder = tmp_path / str(seed)
         job = Job(with_many_answers(mode, **sampling), folder, calm, skill=skill, task=task, seed=seed)
         assert (job.outcome.status, job.told) == ("done", [])
@@ -473,7 +474,7 @@ def test_a_fall_is_told_also_where_batches_become_harder(tmp_path: Path, kind: s
     def forgets(part: int, version: int, prompt: str) -> float:
         return skill(part, version, prompt) if version < 40 else 0.0
 
-    for seed in range(examples(20)):
+    for seed in SEEDS:
         given = with_many_answers("warn", **sampling)
         job = Job(given, tmp_path / str(seed), calm, skill=forgets, task=task, seed=seed)
         assert job.outcome.status == "collapsed"
@@ -486,7 +487,7 @@ def test_what_was_gained_after_the_good_checkpoint_may_be_learnt_again_slowly(tm
             return 0.1 if version < 15 else 0.9
         return 0.1 + 0.004 * (version - 15)
 
-    for seed in range(examples(20)):
+    for seed in SEEDS:
         folder = tmp_path / str(seed)
         given = config(steps=60, every=15)
         sizes = {"prompts_per_step": 8, "samples_per_prompt": 8}
