@@ -23,6 +23,9 @@ _SCIENTIFIC = re.compile(
 )
 MOST_DIGITS = 400  # of a power of ten
 _RATIO = re.compile(r"([+-]?\d+)/(\d+)")
+_MIXED = re.compile(r"([+-]?)(\d+)(?: |\\[dt]?frac\{)(\d+)(?:/|\}\{)(\d+)\}?")
+_POWER_OF_TEN = re.compile(r"([+-]?)10\^(?:\{([+-]?\d+)\}|(\d))")
+_REPEATING = re.compile(r"([+-]?)(\d*)\.(\d*)\\(?:overline|bar|dot)(?:\{(\d+)\}|(\d))")
 _LATEX_RATIO = re.compile(r"([+-]?)\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}((,\d{3})+|( \d{3})+)(\.\d+)?")
 _DOLLARS = re.compile(r"(?<![\d.])\\\$|\\\$(?![\d.])")  # not a dollar between two numbers
@@ -118,6 +121,15 @@ def _as_fraction(text: str) -> Fraction | None:
     if found := _SCIENTIFIC.fullmatch(text):
         power = int(found[2] or found[3] or found[4])
         return Fraction(found[1]) * Fraction(10) ** power if abs(power) <= MOST_DIGITS else None
+    if (found := _POWER_OF_TEN.fullmatch(text)) and abs(power := int(found[2] or found[3])) <= MOST_DIGITS:
+        return (-1 if found[1] == "-" else 1) * Fraction(10) ** power
+    if (found := _MIXED.fullmatch(text)) and int(found[4]):
+        size = int(found[2]) + Fraction(int(found[3]), int(found[4]))
+        return -size if found[1] == "-" else size
+    if found := _REPEATING.fullmatch(text):
+        whole, period = found[2] + found[3], found[4] or found[5]
+        size = int(whole or 0) + Fraction(int(period), 10 ** len(period) - 1)
+        return (-size if found[1] == "-" else size) / 10 ** len(found[3])
     match = _LATEX_RATIO.fullmatch(text)
     if match:
         text = f"{match[2]}/{match[3]}"

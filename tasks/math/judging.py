@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from .clean import as_interval, clean, is_interval, same_in_base, same_letter, same_share, without_unit
+from .clean import (
+    as_interval,
+    clean,
+    has_same_words,
+    is_interval,
+    same_in_base,
+    same_letter,
+    same_letters,
+    same_share,
+    without_unit,
+)
 from .grade import as_fraction, compare_exactly
-from .stated import Listed, is_value_or_named, listed, unnamed, values
+from .stated import Listed, is_equation, is_value_or_named, listed, unnamed, values
 from .verifier import Verdict, Verifier
 
 
@@ -31,7 +41,7 @@ class MathJudge:
         gold, answer = clean(gold), clean(answer)
         if (letter := same_letter(gold, answer)) is not None:
             return _verdict(letter)
-        if compare_exactly(gold, answer):
+        if compare_exactly(gold, answer) or has_same_words(gold, answer):
             return "correct"
         if (shares := same_share(gold, answer)) is not None:
             return _verdict(shares)
@@ -90,18 +100,22 @@ class MathJudge:
             gold, answer = number, clean(bare)
         elif is_interval(gold) and (interval := as_interval(answer)):
             answer = interval
-        elif is_interval(answer) and (interval := as_interval(gold)):
+        elif (interval := as_interval(gold)) and is_interval(answer):
             gold = interval
+        elif interval and same_letters(gold, answer) and (stated := as_interval(answer)):
+            gold, answer = interval, stated
         said = self._compare(gold, answer)
         if said != "correct" or compare_exactly(gold, answer):
             return said
-        stated = values(gold, answer)
-        if stated is None:
+        sides = values(gold, answer)
+        if sides is None:
             return "unparsable"
+        if is_equation(gold) and answer.count("=") == 1:
+            return said
         # All values that the answer states must be the right one: `33=34` does not count as 34. Where the
         # right answer is an equation itself, they must be equal.
-        right = gold if is_value_or_named(gold) else (stated or [answer])[-1]
-        return next((other for value in stated if (other := self._compare(right, value)) != said), said)
+        right = gold if is_value_or_named(gold) else (sides or [answer])[-1]
+        return next((other for value in sides if (other := self._compare(right, value)) != said), said)
 
     def _compare(self, gold: str, answer: str) -> Verdict:
         settled = compare_exactly(gold, answer)

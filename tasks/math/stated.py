@@ -35,6 +35,7 @@ _SEPARATOR = re.compile(
     r"\\text\s*\{\s*(?:,\s*)?(?:and|or)\s*\}|\\(?:lor|land|vee|wedge|quad|qquad)(?![a-zA-Z])|\b(?:and|or)\b"
     r"|(?P<thousands>(?<=\d)\{?,\}?(?=\d{3}(?!\d)))|[,;]|\\[{}]|[{}()\[\]]"
 )
+_PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])\s*")
 _VARIABLE = re.compile(r"\\?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?")
 MOST_ITEMS = 32
 
@@ -66,6 +67,8 @@ def listed(text: str) -> Listed | None:
             inner, is_ordered = inner[len(opening) : -len(closing)], opening.endswith("(")
             break
     parts = _items(inner)
+    if len(parts) == 1 and parts[0].count("\\pm") == 1:
+        parts = [_PLUS_MINUS.sub(sign, parts[0]) for sign in ("+", "-")]
     if not 1 < len(parts) <= MOST_ITEMS or "" in parts:
         return None
     names: list[str] = []
@@ -165,6 +168,12 @@ def is_value_or_named(text: str) -> bool:
     """Return whether a text is no equation, but for one that names a value (`x=5`)."""
     sides = _parts(text)
     return len(sides) == 1 or (len(sides) == 2 and _VARIABLE.fullmatch(sides[0]) is not None)
+
+
+def is_equation(text: str) -> bool:
+    """Return whether a text is one equation, of which no side is a number."""
+    sides = _parts(text)
+    return len(sides) == 2 and not any(map(_is_value, sides))
 
 
 def unnamed(text: str) -> str:

@@ -46,6 +46,19 @@ def differs(gold: object, value: object) -> bool:
     return bool(size > limit * max(abs(sympy.N(gold, DIGITS)), abs(sympy.N(value, DIGITS))))
 
 
+def same_equation(gold: object, value: object) -> bool:
+    """Return whether two equations say the same: the differences of their sides are in a constant ratio."""
+    import sympy
+
+    if not (isinstance(gold, sympy.Eq) and isinstance(value, sympy.Eq)):
+        return False
+    gaps = [sympy.expand(one.lhs - one.rhs) for one in (gold, value)]
+    if not all(gap.is_polynomial() and gap.free_symbols for gap in gaps):
+        return False
+    ratio = sympy.cancel(gaps[0] / gaps[1])
+    return bool(ratio.is_number and ratio != 0)
+
+
 def agrees(gold: object, value: object) -> bool:
     """Return whether two terms are equal wherever both are real, as `sqrt(1/n)` and `1/sqrt(n)` are.
 
@@ -97,7 +110,8 @@ def main() -> None:
         gold_value, value = (next((one for one in item if not isinstance(one, str)), None) for item in parsed)
         if verify(*parsed, timeout_seconds=None):
             return "wrong" if differs(gold_value, value) else "correct"
-        return "correct" if agrees(gold_value, value) else "wrong"
+        is_same = agrees(gold_value, value) or same_equation(gold_value, value)
+        return "correct" if is_same else "wrong"
 
     # With the default action the kernel ends this process even in a long C call, and even without a parent.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
