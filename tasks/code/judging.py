@@ -6,11 +6,12 @@ Both programs consist of `inside.py`: the answer runs in one, the tests in the o
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 import re
 import symtable
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from echo_planes.sandbox.model import Outcome, Program
 from . import inside
 
 _FENCE = re.compile(r"[ \t>]*(?P<marks>`{3,}|~{3,})(?P<info>.*)")
-_PYTHON = ("", "python", "python3", "py", "py3", "python2")
+_PYTHON = re.compile(r"(?:i?python|py)[\d.]*", re.IGNORECASE)
 _STARTS = re.compile(r"(?:def|class|import|from|async|@)\b|@")
 MOST_CLOSINGS = 16  # fences that may end one block
 _DETAIL = 200  # characters
@@ -55,7 +56,8 @@ def parse_answer(
 ) -> Answer:
     """Find the program in a response: a fenced block after the thinking, or all of that text.
 
-    Of several blocks it is the last one that defines all `names`, else the last one.
+    Of several blocks it is the last one that defines all `names`, else the last one. Earlier blocks that
+    define what it uses and lacks, helpers and imports, come before it.
 
     Args:
         head: Python that the answer continues, unless a fenced answer repeats it.
@@ -70,8 +72,10 @@ def parse_answer(
     code: str | None = text[begin:]
     if fenced:
         blocks = code_blocks(text[begin:], head)
-        whole = [block for block in blocks if set(names) <= _defined(block)]
-        code = (whole or blocks)[-1] if blocks else None
+        last = max(
+            (i for i, block in enumerate(blocks) if set(names) <= _defined(block)), default=len(blocks) - 1
+        )
+        code = _with_helpers(blocks[last], blocks[:last]) if blocks else None
     if code is None:
         return Answer(None, False, thinks)
     start = _start(head)
@@ -107,8 +111,8 @@ def code_blocks(text: str, head: str) -> list[str]:
         block = [_without(line, indent) for line in lines[at : (closings or [len(lines)])[-1]]]
         blocks = {end: _program(block[: end - at], head) for end in closings or [len(lines)]}
         end = next((end for end, code in blocks.items() if _continues(head, code)), next(iter(blocks)))
-        language = re.split(r"[\s:{},]+", opening["info"].strip(" \t{"))[0].lstrip(".").lower()
-        if language in _PYTHON and blocks[end].strip():
+        language = re.split(r"[\s:{},]+", opening["info"].strip(" \t{"))[0].lstrip(".")
+        if (not language or _PYTHON.fullmatch(language)) and blocks[end].strip():
             found.append(blocks[end])
         # A fence with a language both ends a block that was left open, and opens the next.
         at = end if end < len(lines) and _opens(lines[end]) else end + 1
@@ -133,12 +137,45 @@ def _continues(head: str, code: str) -> bool:
 
 def _opens(line: str) -> bool:
     fence = _FENCE.fullmatch(line)
-    return fence is not None and fence["info"].strip().lower() in _PYTHON[1:]
+    return fence is not None and _PYTHON.fullmatch(fence["info"].strip()) is not None
 
 
 def _defined(code: str) -> set[str]:
     """Return the names that a block defines; none where it is no Python."""
     return _bound(code) if _is_python(code) else set()
+
+
+def _with_helpers(code: str, earlier: Sequence[str]) -> str:
+    """Return a block behind those of the earlier ones that define what it lacks."""
+    lacking = _lacking(code)
+    for block in reversed(earlier):
+        if lacking and lacking & _names(block):
+            code, lacking = f"{block}\n{code}", lacking - _names(block) | _lacking(block)
+    return code
+
+
+def _lacking(code: str) -> set[str]:
+    """Return the names that a program uses, and neither defines nor imports; none where it is no Python."""
+    if not _is_python(code):
+        return set()
+    tables, used = [symtable.symtable(code, "answer", "exec")], set[str]()
+    while tables:
+        table = tables.pop()
+        used |= {
+            symbol.get_name()
+            for symbol in table.get_symbols()
+            if symbol.is_global() and symbol.is_referenced()
+        }
+        tables += table.get_children()
+    return used - _names(code) - vars(builtins).keys()
+
+
+def _names(code: str) -> set[str]:
+    """Return the names that a program defines or imports; none where it is no Python."""
+    if not _is_python(code):
+        return set()
+    symbols = symtable.symtable(code, "answer", "exec").get_symbols()
+    return {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
 
 
 def _futures_first(code: str) -> str:

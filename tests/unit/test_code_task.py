@@ -83,7 +83,9 @@ def test_an_answer_is_the_last_block_after_the_thinking() -> None:
     assert parse_answer("x+1", "f=lambda x,y:", fenced=False).code == "f=lambda x,y:x+1"
 
 
-@pytest.mark.parametrize("kind", ["python", "Python", "python3", "py", "", "python "])
+@pytest.mark.parametrize(
+    "kind", ["python", "Python", "python3", "python3.11", "ipython", "py", "", "python "]
+)
 def test_blocks_are_paired_and_told_apart(kind: str) -> None:
     text = f"```bash\npip install x\n```\nThen:\n```{kind}\n    return 1\n```\nand\n```text\n1\n```\n"
     for written in (text, text.replace("\n", "\r\n")):
@@ -107,6 +109,21 @@ def test_of_several_blocks_the_last_that_defines_what_the_tests_call_counts() ->
     assert found.code == "def add(a, b):\n    return 2\n"
     # Where none does, the last one does: `judging` says what it lacks.
     assert parse_answer(f"{demo}\n{other}", "", fenced=True, names={"add"}).code == "3\n"
+
+
+def test_helpers_of_earlier_blocks_come_with_the_program_that_lacks_them() -> None:
+    imports = "```python\nfrom math import fsum\n```"
+    helper = "```python\ndef total(values):\n    return fsum(values)\n```"
+    unused = "```python\nprint(undefined)\n```"
+    program = "```python\ndef add(a, b):\n    return total([a, b])\n```"
+    found = parse_answer("\n".join([imports, unused, helper, program]), "", fenced=True, names={"add"})
+    space: dict[str, Any] = {}
+    exec(found.code or "", space)
+    assert space["add"](2, 3) == 5
+    # One that lacks nothing stays alone.
+    complete = "```python\ndef add(a, b):\n    return sum([a, b])\n```"
+    found = parse_answer("\n".join([unused, helper, complete]), "", fenced=True, names={"add"})
+    assert found.code == "def add(a, b):\n    return sum([a, b])\n"
 
 
 def test_an_open_thought_holds_no_program() -> None:
