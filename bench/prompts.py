@@ -146,9 +146,10 @@ def kept_bytes(policy: PolicyModel, batch: TrainBatch) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        for _ in losses(policy, batch):
+        for loss in losses(policy, batch):
             total += sum(sizes.values())
             sizes.clear()
+            del loss  # before the next one is made: each keeps its own tensors
     return total
 
 
