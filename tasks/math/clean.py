@@ -79,7 +79,7 @@ _UNIT_PART = (
     r"|[/·]|\\cdot|\\[,!;: ]|[\s()])"
 )
 _WITH_UNIT = re.compile(
-    rf"(?P<number>{_NUMBER}|[+-]?(?:\d+ )?\d+/\d+|[+-]?\d*\\frac\{{[+-]?\d+\}}\{{\d+\}})"
+    rf"(?P<number>{_NUMBER}|[+-]?(?:\d+ )?\d+/\d+|[+-]?(?:\d+\s*)?\\frac\{{[+-]?\d+\}}\{{\d+\}})"
     rf"(?P<unit>(?:\s|\\[,!;: ])*{_UNIT_PART}+)"
 )
 _WORD = re.compile(r"[a-zA-Zµμ]+")

@@ -94,6 +94,7 @@ RIGHT = [
     (r"\frac56", "5/6 cups"),
     ("1/3", r"0.\overline{3}"),
     (r"\frac56", r"0.8\overline{3}"),
+    (r"137 \frac{1}{2}", r"137 \frac{1}{2} years old"),
     (r"33\frac13\%", r"33\frac{1}{3}\%"),
     ("x^{10}", "x^10"),
     ("10^{-3}", "1e-3"),
