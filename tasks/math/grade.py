@@ -122,14 +122,16 @@ def _as_fraction(text: str) -> Fraction | None:
         power = int(found[2] or found[3] or found[4])
         return Fraction(found[1]) * Fraction(10) ** power if abs(power) <= MOST_DIGITS else None
     if (found := _POWER_OF_TEN.fullmatch(text)) and abs(power := int(found[2] or found[3])) <= MOST_DIGITS:
-        return (-1 if found[1] == "-" else 1) * Fraction(10) ** power
+        return Fraction(f"{found[1]}1e{power}")
     if (found := _MIXED.fullmatch(text)) and int(found[4]):
-        size = int(found[2]) + Fraction(int(found[3]), int(found[4]))
+        size = Fraction(int(found[3]), int(found[4])) + int(found[2])
         return -size if found[1] == "-" else size
     if found := _REPEATING.fullmatch(text):
         whole, period = found[2] + found[3], found[4] or found[5]
-        size = int(whole or 0) + Fraction(int(period), 10 ** len(period) - 1)
-        return (-size if found[1] == "-" else size) / 10 ** len(found[3])
+        size = (Fraction(int(period), 10 ** len(period) - 1) + int(whole or 0)) / Fraction(
+            f"1e{len(found[3])}"
+        )
+        return -size if found[1] == "-" else size
     match = _LATEX_RATIO.fullmatch(text)
     if match:
         text = f"{match[2]}/{match[3]}"
